@@ -17,14 +17,14 @@ class Attempt:
     """An attempt that has ended.
 
     Args:
-        number: number of the attempt among all of the run, from 1.
-        launch: name of the launch that the attempt belongs to; the rules consider the attempts of one launch.
+        number: number of the attempt in the run, from 1.
+        launch: name of the launch that the attempt belongs to. `launch.rules` considers only attempts of one launch.
         code: exit code.
         step: the last step that any process entered; 0 if none was entered.
         start_time: start, in seconds since 1970.
         end_time: end, in seconds since 1970.
         verdict: one sentence about the failure; "" if the attempt did not fail.
-        seconds_by_phase: seconds that the first process spent in each phase, by its last heartbeat.
+        seconds_by_phase: seconds that the first process spent in each phase, according to its last heartbeat.
     """
 
     number: int
@@ -38,7 +38,7 @@ class Attempt:
 
 
 def read_attempts(folder: Path) -> list[Attempt]:
-    """Return the attempts of a run, the earliest first; torn and damaged lines are left out."""
+    """Return the attempts of a run, the earliest first. Incomplete and damaged lines are left out."""
     attempts: list[Attempt] = []
     with contextlib.suppress(OSError, UserError):
         for line in read_bytes(folder / FILE).split(b"\n"):

@@ -2,15 +2,15 @@
 
 experiment.json plan.json     the experiment and the plan, from which the train step can be rebuilt
 source/                       the experiment file and the overrides of the command line
-init_from.json                the weights of another run that the run started from, if any
+init_from.json                the origin of the initial weights, if the run started from weights of another run
 returns.json                  the returns to an earlier checkpoint, with the settings that changed
-memory.json                   what the plan's memory rule chose for each block, as read by `--plan.memory file:PATH`
+memory.json                   the memory rule's choice for each block, which `--plan.memory file:PATH` reads
 tokenizer.json                the tokenizer of the data, and chat_template.json the template of its chats
 metrics.jsonl tensorboard/    the measurements
 checkpoints/                  the saved train states
 samples.txt report.html       the texts that the model generated, and the report
 processes/                    heartbeats of the run's processes
-lock                          names the process that writes to the run, which locks this file until the process ends
+lock                          names the process that writes to the run; that process keeps the file locked until it ends
 """
 
 import contextlib
@@ -39,9 +39,9 @@ MAY_CHANGE = ("steps", "evaluation", "held_out", "samples", "checkpoint", "plan"
 MAY_CHANGE_ON_RETURN = (
     "guard", "optimizer.learning_rate", "optimizer.final_learning_rate", "optimizer.warmup", "optimizer.schedule",
 )  # fmt: skip
-"""Fields that may change, too, when a run returns to a checkpoint; no array of the train state depends on them."""
+"""Fields that may also change when a run returns to a checkpoint. No array of the train state depends on them."""
 _GROUPS = "optimizer.groups."
-"""Start of the paths of the settings of optimizer groups, whose learning rate and schedule may change, too."""
+"""Prefix of the paths of optimizer groups' settings. The learning rate and the schedule of a group may change, too."""
 
 
 def default_directory(experiment: "Experiment") -> Path:
@@ -50,7 +50,7 @@ def default_directory(experiment: "Experiment") -> Path:
 
 
 def heartbeat_folder(directory: Any) -> Path | None:
-    """Return the folder of a run's heartbeat files; `None` for a run in a bucket, which has no heartbeats."""
+    """Return the folder of a run's heartbeat files. For a run in a bucket, which has no such folder, return `None`."""
     path = run_path(directory)
     return None if is_remote(path) else Path(path) / PROCESSES
 
@@ -107,10 +107,10 @@ def is_locked(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def explain_write_errors(directory: Any) -> Iterator[None]:
-    """Turn an OSError inside the context, such as that of a full disk, into a UserError that gives the path.
+    """Turn an OSError inside the context, for example about a full disk, into a UserError that names the path.
 
     Args:
-        directory: the path to give if the OSError has no path.
+        directory: the path to name if the OSError has no path.
     """
     try:
         yield
@@ -119,7 +119,7 @@ def explain_write_errors(directory: Any) -> Iterator[None]:
 
 
 def write_error(error: OSError, directory: Any) -> UserError:
-    """Return the UserError for an OSError, such as that of a full disk; `directory` is the path if the error has none.
+    """Return the UserError for an OSError, for example about a full disk. It names the error's path or `directory`.
 
     Example:
         >>> str(write_error(OSError(errno.ENOSPC, "no space"), "runs/a"))[:30]
@@ -133,9 +133,9 @@ def write_error(error: OSError, directory: Any) -> UserError:
 
 @contextlib.contextmanager
 def explain_file_errors(directory: Any) -> Iterator[None]:
-    """Turn an OSError about a file of a run directory inside the context into a UserError.
+    """Turn an OSError inside the context into a UserError if it is about a file of a run directory.
 
-    Such an error, for example about an unreadable file or a link to itself, is never the program's fault.
+    Such an error is never the program's fault. An example is a file that cannot be read, or a link to itself.
 
     Args:
         directory: the run directory.
@@ -159,7 +159,7 @@ def _remedy(error: OSError) -> str:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error reports a full disk, a quota that is used up, or a file that may not grow.
+    """Return whether an error reports a full disk, an exhausted quota, or a file at its size limit.
 
     Example:
         >>> is_disk_full(OSError(errno.ENOSPC, "")), is_disk_full(OSError(errno.EACCES, ""))
@@ -186,7 +186,7 @@ def check_same_experiment(
 ) -> dict[str, Any] | None:
     """Check that a directory does not contain a run of another experiment, and return the content of experiment.json.
 
-    Paths of files, and new fields with their default values, do not count as differences.
+    Folders of files do not count as differences. Neither do new fields that have their default values.
 
     Args:
         directory: the run directory.
@@ -239,7 +239,10 @@ def may_change_on_return(change: values.Difference) -> bool:
 
 
 def _group_order_differences(experiment: "Experiment", stored_json: Any) -> list[values.Difference]:
-    """Return the difference in the order of the optimizer's groups, if any; the order decides where several match."""
+    """Return the difference in the order of the optimizer's groups, or an empty list if the order is the same.
+
+    The order matters because it decides which group a parameter belongs to if several groups match.
+    """
     optimizer_json = stored_json.get("optimizer") if isinstance(stored_json, dict) else None
     stored_groups = optimizer_json.get("groups") if isinstance(optimizer_json, dict) else None
     group_names, stored_group_names = list(experiment.optimizer.groups), list(stored_groups or ())
@@ -249,7 +252,7 @@ def _group_order_differences(experiment: "Experiment", stored_json: Any) -> list
 
 
 def is_within(path: str, paths: Iterable[str]) -> bool:
-    """Return whether a dotted path is one of `paths`, or lies below one.
+    """Return whether a dotted path is one of `paths`, or lies below one of them.
 
     Example:
         >>> is_within("guard.spike", ("guard", "optimizer.warmup")), is_within("optimizer", ("optimizer.warmup",))
@@ -262,7 +265,7 @@ def set_aside(directory: Any) -> Any:
     """Rename the directory of a run to the first of NAME.1, NAME.2, ... that does not exist.
 
     Returns:
-        The new path; `None` if the directory does not contain a run, and is therefore not renamed.
+        The new path. If the directory does not contain a run, it is not renamed, and the result is `None`.
     """
     path = run_path(directory)
     if not (path / EXPERIMENT).exists():
@@ -284,5 +287,5 @@ def write_values(directory: Any, experiment: "Experiment", plan: "Plan") -> None
 
 
 def write_json(path: Any, content: Any) -> None:
-    """Write a JSON file; a process that is killed meanwhile leaves the whole old or the whole new content."""
+    """Write a JSON file atomically: if the process is killed, the file has either its old or its new content."""
     write_whole(path, json.dumps(content, indent=2) + "\n")

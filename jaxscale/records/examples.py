@@ -1,4 +1,4 @@
-"""The experiments that come with the package, which are found by their names: `jaxscale train shakespeare`."""
+"""The example experiments of the package, which commands find by name: `jaxscale train shakespeare`."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def example_names() -> list[str]:
 
 
 def example_file(path: str | Path) -> Path | None:
-    """Return the file of an example by its name, or by its path in the repository; `None` if there is none.
+    """Return the file of an example, given its name or its path in the repository; `None` if there is no such example.
 
     Args:
         path: a name, such as "shakespeare", or "experiments/shakespeare.py".

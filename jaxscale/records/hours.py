@@ -1,8 +1,8 @@
-"""Where the hours of a run went: the seconds that its first process spent in each phase, and what failures cost.
+"""Where the time of a run went: the seconds that its first process spent in each phase, and the cost of failures.
 
-The time from a failure to the first step that no earlier attempt had reached is lost: it holds the restart, and the
-steps since the last checkpoint once more. All parts add up to the time from the start of the run to its end, without
-the time between launches.
+The time from a failure to the first step that no earlier attempt had reached is lost. It consists of the restart and
+the repetition of the steps since the last checkpoint. All parts add up to the time from the start of the run to its
+end, without the time between launches.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ class Hours:
 
     Args:
         seconds: seconds of the whole run.
-        seconds_by_phase: seconds of each phase outside of the lost time.
-        lost: pairs of the cause of a failure and the seconds that the failure cost.
+        seconds_by_phase: seconds in each phase, without the lost time.
+        lost: (cause, seconds) for each failure: the cause of the failure, and the seconds that it cost.
     """
 
     seconds: float
@@ -54,7 +54,7 @@ class Hours:
 
 @dataclasses.dataclass
 class _Span:
-    """One attempt: its times, and its seconds by phase at its end and at its first new step, if it reached one."""
+    """One attempt: start and end, and the seconds by phase at its end and, if it reached a new step, at that step."""
 
     start_time: float
     end_time: float
@@ -66,10 +66,10 @@ class _Span:
 
 
 def hours(run_dir: Any) -> Hours | None:
-    """Return where the hours of a run went; `None` if nothing is recorded.
+    """Return where the time of a run went; `None` if nothing is recorded.
 
     Args:
-        run_dir: directory of a run. If its metrics.jsonl cannot be read, the attempts alone count.
+        run_dir: directory of a run. If its metrics.jsonl cannot be read, only the recorded attempts are used.
     """
     folder = heartbeat_folder(run_dir)
     attempts = [] if folder is None else read_attempts(folder)
@@ -82,7 +82,7 @@ def hours(run_dir: Any) -> Hours | None:
 
 
 def _running_attempt(folder: Path, last_attempt: Attempt) -> Attempt | None:
-    """Return the attempt that follows the last one that has ended, by the first process's heartbeat."""
+    """Return the attempt that is running after the last recorded one, from the first process's heartbeat, or `None`."""
     heartbeat = read_heartbeats(folder).get(0)
     if heartbeat is None or heartbeat.attempt <= last_attempt.number:
         return None
@@ -104,7 +104,7 @@ def _running_attempt(folder: Path, last_attempt: Attempt) -> Attempt | None:
 
 
 def hours_of(rows: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) -> Hours | None:
-    """Return where the hours of a run went, from all rows of its metrics and its attempts; `None` if there are none.
+    """Return where the time of a run went, from all its metrics rows and its attempts; `None` if nothing is recorded.
 
     Example:
         >>> seconds = {"compiling": 4.0, "stepping": 6.0}
@@ -156,12 +156,12 @@ def hours_of(rows: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) -> 
 
 
 def _moment_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the events that hold the seconds by phase, in order; damaged ones are left out."""
+    """Return the events that hold the seconds by phase, in order. Damaged events are left out."""
     return [row for row in rows if row.get("name") == "hours" and row.get("at") in MOMENTS and _is_moment(row)]
 
 
 def _is_moment(row: Mapping[str, Any]) -> bool:
-    """Return whether the times and the seconds by phase of an hours event are all valid numbers."""
+    """Return whether all times and durations of an "hours" event are valid numbers."""
     seconds_by_phase = row.get("seconds_by_phase")
     if not isinstance(seconds_by_phase, dict):
         return False
@@ -170,7 +170,7 @@ def _is_moment(row: Mapping[str, Any]) -> bool:
 
 
 def _launched_spans(rows: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) -> list[_Span]:
-    """Return the attempts of a launched run, whose times the launcher measured."""
+    """Return the attempts of a launched run, with the times that the launcher recorded."""
     spans: list[_Span] = []
     for attempt in attempts:
         attempt_rows = [
@@ -189,7 +189,7 @@ def _launched_spans(rows: Sequence[Mapping[str, Any]], attempts: Sequence[Attemp
 
 
 def _plain_spans(rows: Sequence[Mapping[str, Any]]) -> list[_Span]:
-    """Return the attempts of a run without a launcher; a process that was killed ends with its last row."""
+    """Return the attempts of a run without a launcher. If a process was killed, its last row marks its end."""
     spans: list[_Span] = []
     moment_rows = _moment_rows(rows)
     start_times = sorted({row["process_start"] for row in moment_rows})
@@ -203,7 +203,7 @@ def _plain_spans(rows: Sequence[Mapping[str, Any]]) -> list[_Span]:
             default=start_time,
         )
         seconds_at_end = dict(process_rows[-1]["seconds_by_phase"])
-        if end_row is None:  # it was killed, or it still runs
+        if end_row is None:  # the process was killed, or is still running
             seconds_at_end["stepping"] = seconds_at_end.get("stepping", 0.0) + last_time - process_rows[-1]["time"]
         cause = "" if end_row is not None else "the process was killed"
         span = _Span(

@@ -1,14 +1,15 @@
 """metrics.jsonl: a run's measurements, one JSON object (a row) per line, appended and never rewritten.
 
 Every line has `step`, `kind` (`train`, `eval` or `event`) and `time` (seconds since 1970). Floats are written with all
-digits, so the values that are read are equal in every bit. JSON has no NaN and no infinity: such a field is `null`, and
-`nonfinite` holds the value, as in `{"loss": null, "nonfinite": {"loss": "nan"}}`; `read_metrics` restores the value.
+digits, so reading returns the same values, bit for bit. JSON has neither NaN nor infinity. For such a value, the field
+is `null`, and `nonfinite` holds the value: `{"loss": null, "nonfinite": {"loss": "nan"}}`. `read_metrics` restores it.
 
-A continued run writes the lines of some steps again. If a step has several lines of one kind, the last line is valid.
-A `resume` event at step n makes all earlier lines for steps after n invalid, except events other than `skipped`.
+A continued run writes the lines of some steps again. If a step has several lines of one kind, only the last one is
+valid. A `resume` event at step n makes earlier lines for steps after n invalid: train rows, eval rows, and events named
+`skipped`. Other events stay valid.
 
-The same scalars go to TensorBoard's event files, in the record format of tensorboardX. Hundreds of rows are encoded at
-once, one event per row, because tensorboardX's writer sends each scalar separately through a queue between processes.
+The same scalars are written to TensorBoard's event files, in the record format of tensorboardX. Hundreds of rows are
+encoded at once, one event per row. tensorboardX's own writer would send each scalar separately through a queue.
 """
 
 import json
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 FILE = "metrics.jsonl"
 RowKind = Literal["train", "eval", "event"]
 
-# rows for TensorBoard are buffered until there are this many, or for this long
+# rows for TensorBoard are buffered until there are this many, or until this many seconds have passed
 _FLUSH_ROWS = 200
 _FLUSH_SECONDS = 20.0
 
@@ -39,7 +40,7 @@ _MAX_SECONDS = 1e11  # since 1970: the year 5138
 
 
 class MetricsRows(list[dict[str, Any]]):
-    """Rows of metrics: a list of dicts with a method that returns a column.
+    """Rows of metrics: a list of dicts, with a method that returns one column of all rows.
 
     Example:
         >>> MetricsRows([{"step": 1, "loss": 2.0}, {"step": 2}]).column("loss")
@@ -47,7 +48,7 @@ class MetricsRows(list[dict[str, Any]]):
     """
 
     def column(self, name: str) -> "np.ndarray":
-        """Return the field `name` of every row as float64 [rows], with NaN where the field is not a number."""
+        """Return the field `name` of every row, float64 [rows]. Where a row lacks the field as a number, it is NaN."""
         import numpy as np
 
         cells = (row.get(name) for row in self)
@@ -64,7 +65,7 @@ class MetricsRows(list[dict[str, Any]]):
 
 
 def _as_float(number: int | float) -> float:
-    """Return a number as a float; a whole number beyond the range of floats becomes infinity."""
+    """Return a number as a float. An int beyond the range of floats becomes infinity or minus infinity."""
     try:
         return float(number)
     except OverflowError:
@@ -72,15 +73,15 @@ def _as_float(number: int | float) -> float:
 
 
 class MetricsLog:
-    """Appends to a run's metrics.jsonl and TensorBoard events; only one process of a run may create this object.
+    """Appends to a run's metrics.jsonl and TensorBoard events. Only one process of a run may create this object.
 
     Args:
         directory: the run's folder, local or in a bucket.
-        tensorboard: whether to write TensorBoard events, too, to the subfolder `tensorboard`.
+        tensorboard: whether to also write TensorBoard events, to the subfolder `tensorboard`.
 
     Raises:
         OSError: a file cannot be written; `filename` is the file's path. All methods may raise this error.
-        UserError: the path of metrics.jsonl is that of a folder, a device or a pipe, or the file is damaged.
+        UserError: metrics.jsonl is a folder, a device or a pipe, or the file is damaged.
 
     Example:
         >>> import tempfile
@@ -99,7 +100,7 @@ class MetricsLog:
         self._event_file = _EventFile(directory) if tensorboard else None
 
     def append(self, step: int, kind: RowKind, **fields: Any) -> dict[str, Any]:
-        """Append a row, and return the row.
+        """Append a row, and return it.
 
         Args:
             step: number of updates so far.
@@ -108,7 +109,7 @@ class MetricsLog:
             fields: the measurements.
         """
         row: dict[str, Any] = {"step": int(step), "kind": kind, "time": round(time.time(), 3)}
-        # a scalar of numpy or JAX becomes a Python number of the same value
+        # a NumPy or JAX scalar becomes a Python number with the same value
         row |= {name: value.item() if hasattr(value, "item") else value for name, value in fields.items()}
         self._file.write(encode(row))
         if self._event_file is not None:
@@ -185,8 +186,8 @@ def read_metrics(directory: Any, kind: RowKind | None = None) -> MetricsRows:
         kind: kind of the rows to return; `None` returns all rows.
 
     Returns:
-        The valid rows, in the order in which they were written; the train rows, and the eval rows, are in the order of
-        their steps. Without a file, there are no rows. Unreadable lines are left out (`unreadable_lines_note`).
+        The valid rows, in the order in which they were written. Train rows are in the order of their steps, and so are
+        eval rows. Without a file, there are no rows. Unreadable lines are left out (see `unreadable_lines_note`).
 
     Raises:
         UserError: the file is not a regular file, is too large or cannot be read.
@@ -195,7 +196,7 @@ def read_metrics(directory: Any, kind: RowKind | None = None) -> MetricsRows:
 
 
 def read_rows(directory: Any) -> list[dict[str, Any]]:
-    """Return all rows of a run in the order in which they were written, including those that a `resume` made invalid.
+    """Return all rows of a run in the order in which they were written, including rows that are no longer valid.
 
     Lines that cannot be read are left out.
     """
@@ -205,7 +206,7 @@ def read_rows(directory: Any) -> list[dict[str, Any]]:
 def unreadable_lines_note(directory: Any) -> str:
     """Return a sentence about the lines of metrics.jsonl that cannot be read; "" if all of them can be read.
 
-    A last line without its end is not counted, since a run in progress may be writing it.
+    If the last line is incomplete, it is not counted, because a run in progress may be writing it.
 
     Example:
         >>> import pathlib, tempfile
@@ -245,7 +246,10 @@ def _read(directory: Any) -> tuple[list[dict[str, Any]], list[int], int]:
 
 
 def last_logged_step(directory: Any) -> int:
-    """Return the largest step of a train row since the run last returned to a checkpoint, valid or not, or else 0."""
+    """Return the largest step of all train rows since the run last returned to a checkpoint; 0 without such rows.
+
+    Rows that are no longer valid also count.
+    """
     path = run_path(directory) / FILE
     if not path.exists():
         return 0
@@ -263,9 +267,9 @@ def last_logged_step(directory: Any) -> int:
 
 
 def _valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return all events, and the last row of each step and kind, without rows that a later `resume` makes invalid.
+    """Return the valid rows: all events, and the last row of each step and kind.
 
-    Events of skipped steps are treated as a kind of their own.
+    Rows that a later `resume` makes invalid are left out. Events of skipped steps are treated as a separate kind.
     """
     index_by_key: dict[tuple[str, int], int] = {}  # keys are (kind, step)
     row_by_index: dict[int, dict[str, Any]] = {}
@@ -283,13 +287,13 @@ def _valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def drop_torn_line(path: Any) -> int:
-    """Remove a half-written last line from a file of JSON lines; a killed process may leave one.
+    """Remove an incomplete last line from a file of JSON lines. A killed process may leave such a line.
 
     Returns:
         The number of removed bytes.
 
     Raises:
-        UserError: the path is not that of a regular file, or the last line is longer than any line of a log.
+        UserError: the path is not a regular file, or the last line is longer than any line of a log.
     """
     if is_remote(path) or not path.exists():
         return 0  # an object in a bucket is stored whole or not at all
@@ -319,7 +323,7 @@ def _long_line_error(path: Any) -> UserError:
 
 
 _SECTION_BY_FIELD = {"step_seconds": "speed", "tokens_per_second": "speed", "flop_per_second": "speed", "mfu": "speed"}
-"""The TensorBoard section of each field that is not in the section of its row's kind."""
+"""The TensorBoard section of some fields. Any other field is in a section named after the kind of its row."""
 
 
 class _EventFile:
@@ -333,11 +337,11 @@ class _EventFile:
         self._folder = run_path(directory) / "tensorboard"
         self._rows: list[dict[str, Any]] = []  # the buffered rows
         self._last_flush_time = time.monotonic()
-        self._purge_step: int | None = None  # first step whose events TensorBoard must drop, if any
+        self._purge_step: int | None = None  # TensorBoard must drop earlier events from this step on, if it is set
         self._file: Appender | None = None
 
     def add(self, row: dict[str, Any]) -> None:
-        """Buffer a row, and flush the buffer if it is long or old."""
+        """Add a row to the buffer. Flush the buffer if it holds many rows, or old ones."""
         if row["kind"] == "event":
             if row["name"] == "resume":
                 self.flush()
@@ -361,7 +365,7 @@ class _EventFile:
             self._file = open_append(self._folder / file_name)
             encoded_events.append(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
         if self._purge_step is not None:
-            # make TensorBoard drop its events of this and later steps, since they will be written again
+            # make TensorBoard drop its events from this step on, because they will be written again
             session_log = SessionLog(status=SessionLog.START)
             event = Event(wall_time=time.time(), step=self._purge_step, session_log=session_log)
             encoded_events.append(event.SerializeToString())

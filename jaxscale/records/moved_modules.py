@@ -1,4 +1,4 @@
-"""The modules that have moved to new import paths. Experiment files of earlier runs still import the old paths.
+"""The modules that have moved to new import paths. Experiment files of earlier runs may still import the old paths.
 
 If a new experiment file imports an old path, the error message gives the new path.
 """
@@ -40,11 +40,11 @@ MOVED = {
     "jaxscale.step.plan": "jaxscale.recipe.plan",
     "jaxscale.step.state": "jaxscale.state.train_state",
 }
-"""Current import path of each moved module, by its path in an earlier version. No line may be removed."""
+"""Current import path of each moved module, by its path in an earlier version. Lines must never be removed."""
 
 
 def provide_old_paths(text: str) -> None:
-    """Make moved modules importable, in this process, by the old paths that a Python file mentions.
+    """Make the old paths of moved modules importable in this process, if a Python file mentions these paths.
 
     Args:
         text: content of the file.
@@ -54,7 +54,7 @@ def provide_old_paths(text: str) -> None:
 
 
 def new_import_path(error: ImportError) -> str | None:
-    """Return the current path of the module that an import did not find; `None` if the module has not moved.
+    """Return the current path of the module that an import failed to find; `None` if that module has not moved.
 
     Example:
         >>> new_import_path(ModuleNotFoundError(name="jaxscale.step.plan"))

@@ -10,7 +10,7 @@ from jaxscale.records.examples import example_file, example_names
 from jaxscale.values.read_files import is_folder, is_regular, read_bytes
 
 MAX_SOURCE_BYTES = 2**24
-"""Largest experiment file."""
+"""Largest size of an experiment file, in bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Outline:
 def outline(path: str | Path, variant: str | None = None) -> Outline:
     """Read an experiment file, and check the file as far as possible without running it.
 
-    If there is no such file, a name such as "shakespeare" stands for an example of the package.
+    If `path` is not a file, it may be the name of an example of the package, such as "shakespeare".
 
     Raises:
         UserError: the file does not exist, is not Python, or lacks `experiment()` or the variant.
@@ -79,7 +79,7 @@ def no_variant_error(path: object, variant: str, variants: Iterable[str]) -> Use
 
 
 def _missing_file_message(path: Path) -> str:
-    """Return the error message for a path that is not a file. The message suggests files with similar names."""
+    """Return the error message for a path that is not a file. The message suggests similar file names."""
     if is_folder(path):
         file_names = sorted(file.name for file in path.glob("*.py"))[:8]
         hint = f", such as one of {', '.join(file_names)} there" if file_names else ""
@@ -113,10 +113,10 @@ def _variant_summaries(tree: ast.Module, function_by_name: Mapping[str, ast.Func
 
     Args:
         tree: the syntax tree of an experiment file.
-        function_by_name: nodes of the functions that the file defines, by name.
+        function_by_name: syntax-tree nodes of the functions that the file defines, by name.
 
     Returns:
-        A dict of the lines; `None` if `VARIANTS` is not a literal dict, and an empty dict if there are no `VARIANTS`.
+        The lines, by name; `None` if `VARIANTS` is not a literal dict; and an empty dict if the file has no `VARIANTS`.
     """
     for node in tree.body:
         if "VARIANTS" not in _bound_names(node):

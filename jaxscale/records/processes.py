@@ -1,4 +1,4 @@
-"""Messages between the processes of a run, outside of steps. A run with a single process sends none.
+"""Communication between the processes of a run, outside of train steps. A run with a single process sends nothing.
 
 Each function except `is_first` and `process_index` is collective: all processes must call these functions in the same
 order, or some processes will wait forever.
@@ -38,19 +38,19 @@ def process_index() -> int:
 def check_processes_agree(
     experiment: Any, plan: Any, source: Any, from_step: int | str | None = None, init_from: Any = None
 ) -> None:
-    """Check that all processes have the versions, experiment, plan, file, flags and devices of the first process.
+    """Check that all processes have the versions, experiment, plan, file, flags and device count of the first process.
 
-    The folders of files may differ, as when a run is continued.
+    The experiment file may lie in different folders on different processes, because only its SHA-256 is compared.
 
     Args:
         experiment: the experiment of this process.
         plan: the plan of this process.
-        source: origin of the experiment; `None` if it was given as an object.
-        from_step: step of a checkpoint to which the run returns; `None` for the newest.
-        init_from: path of the weights from which a new run starts; `None` for its own.
+        source: origin of the experiment; `None` if the experiment was passed as an object.
+        from_step: step of the checkpoint to which the run returns; `None` for the newest checkpoint.
+        init_from: path of the weights from which a new run starts; `None` for the model's own initial weights.
 
     Raises:
-        UserError: this process differs from the first one, or another process does.
+        UserError: this process or another one differs from the first process.
     """
     import jax
 
@@ -88,10 +88,10 @@ def check_processes_agree(
 
 
 def check_shared_folder(folder: Any) -> None:
-    """Check that all processes see the folder of the first process: it writes a file, and the others look for it.
+    """Check that all processes share one folder: the first process writes a file, and the others look for it.
 
     Raises:
-        UserError: this process does not see the folder, or another one does not.
+        UserError: this process or another one does not see the file.
     """
     import jax
 
@@ -106,7 +106,7 @@ def check_shared_folder(folder: Any) -> None:
     wait_for_all("the shared folder has a token")
 
     def check() -> None:
-        """Look for the file; a file server may show it late."""
+        """Wait until the file is visible, because a file server may show it late; raise UserError if it never is."""
         deadline = time.monotonic() + SHARED_SECONDS
         while not token_file.exists():
             if time.monotonic() > deadline:
@@ -134,7 +134,7 @@ def wait_for_all(label: str) -> None:
 
 
 def send_from_first(numbers: Sequence[int]) -> list[int]:
-    """Return, on every process, the numbers that the first process passes; other processes' numbers are ignored.
+    """Broadcast numbers: return, on every process, the numbers that the first process passes.
 
     Example:
         >>> send_from_first([3, 5])
@@ -156,7 +156,7 @@ def call_on_all(function: Callable[[], _Result], mild_error_type: type[Exception
 
     Args:
         function: the function, which is called once on each process; it need not be collective.
-        mild_error_type: type of errors that do not end the run.
+        mild_error_type: type of mild errors, which do not end the run.
 
     Raises:
         Exception: the function failed on this process, and no other process has a more severe error.
@@ -186,7 +186,7 @@ def call_on_all(function: Callable[[], _Result], mild_error_type: type[Exception
 
 
 def _max_over_processes(number: int) -> int:
-    """Exchange numbers between all processes, and return the largest one."""
+    """Return the largest of all processes' numbers, on every process."""
     import jax
 
     if jax.process_count() == 1:

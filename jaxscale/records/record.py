@@ -36,12 +36,12 @@ class RunRecord:
     Args:
         directory: the run's folder, as passed to `read`.
         metrics: the valid rows of metrics.jsonl.
-        experiment: content of experiment.json. This dict and the next three are empty if their files are missing.
+        experiment: content of experiment.json. If a file is missing, its dict (this one or the next three) is empty.
         plan: content of plan.json.
         layout: content of layout.json (mesh, parameters, memory by kind).
         source: content of source/source.json (path, variant, overrides, seed, versions).
         samples: the samples in samples.txt.
-        unread: a line of text for each file that exists but cannot be read.
+        unread: a line of text about each file that exists but cannot be read.
     """
 
     directory: str
@@ -96,7 +96,7 @@ class RunRecord:
 
     @property
     def initial_weights(self) -> str | None:
-        """The weights of another run that this one started from, as text; `None` if it started from its own."""
+        """A text about the weights of another run from which this run started; `None` for its own initial weights."""
         rows = self.events("init_from")
         return f"{rows[-1].get('source')}: {rows[-1].get('summary')}" if rows else None
 
@@ -113,7 +113,7 @@ class RunRecord:
 
     @property
     def status(self) -> Status:
-        """Status of the run, from its last start or end event, its steps, and the age of the last row of metrics."""
+        """Status of the run, derived from its last start or end event, its steps, and the age of its last row."""
         if not self.metrics:
             return "empty"
         for row in reversed(self.metrics):
@@ -129,26 +129,26 @@ class RunRecord:
 
     @property
     def measure(self) -> str:
-        """Name of the held-out loss by which the best checkpoint is chosen, such as "loss" or "news/loss"."""
+        """Name of the held-out loss that selects the best checkpoint, such as "loss" or "news/loss"."""
         evaluation = self.experiment.get("evaluation")
         name = evaluation.get("best") if isinstance(evaluation, dict) else None
         return name if isinstance(name, str) and any(name in row for row in self.rows("eval")) else "loss"
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Step and value of the lowest held-out loss, that of `measure`; `None` if none was measured."""
+        """Step and value of the lowest held-out loss named `measure`; `None` if no such loss was measured."""
         losses_and_steps = [(loss, step) for step, loss in self._held_out_losses() if np.isfinite(loss)]
         return (min(losses_and_steps)[1], min(losses_and_steps)[0]) if losses_and_steps else None
 
     @property
     def final(self) -> tuple[int, float] | None:
-        """Step and value of the last held-out loss; `None` if none was measured."""
+        """Step and value of the last held-out loss named `measure`; `None` if no such loss was measured."""
         steps_and_losses = self._held_out_losses()
         return steps_and_losses[-1] if steps_and_losses else None
 
     @property
     def loss_unit(self) -> str:
-        """Unit of the loss, such as "nats per target token"; empty if the score is a user's own that declares none."""
+        """Unit of the loss, such as "nats per target token"; "" if the user's own loss does not declare a unit."""
         model = self.experiment.get("model")
         while isinstance(model, dict) and isinstance(model.get("model"), dict):  # adapters around a model
             model = model["model"]
@@ -160,7 +160,7 @@ class RunRecord:
 
     @property
     def own_metric_names(self) -> list[str]:
-        """Names of the numbers that evaluations report beside `measure`, such as "accuracy" or "news/loss"."""
+        """Names of the other metrics that evaluations report besides `measure`, such as "accuracy" or "news/loss"."""
         metric_names = {
             name for row in self.rows("eval") for name, value in row.items() if isinstance(value, int | float)
         }
@@ -181,7 +181,7 @@ class RunRecord:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median number of target tokens per second; if there are more than twenty rows, the first ten are left out."""
+        """Median of target tokens per second. If there are more than twenty rows, the first ten are left out."""
         rates = self.rows("train").column("tokens_per_second")
         return _median(rates[10:] if len(rates) > 20 else rates)
 
@@ -192,7 +192,7 @@ class RunRecord:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from the first row of metrics to the last one, without the pauses before the run was continued."""
+        """Seconds from the first row of metrics to the last one, without the pauses between a stop and a restart."""
         working_seconds, previous_time = 0.0, None
         for row in self.metrics:
             row_time = row.get("time")
@@ -219,12 +219,12 @@ class RunRecord:
 
     @property
     def host_memory(self) -> dict[str, float]:
-        """Bytes of host memory per device, by kind of tensor; empty if all tensors are on the device."""
+        """Bytes of host memory per device, by kind of tensor; an empty dict if all tensors are on the device."""
         return _number_fields(self.layout.get("host_memory"))
 
     @property
     def device_memory(self) -> tuple[str, np.ndarray] | None:
-        """Name of the logged field for device memory, and the bytes in each row of the train steps, float64 [rows]."""
+        """Pair of the field that logs the device memory in use, and its bytes in each train row, float64 [rows]."""
         rows = self.rows("train")
         for name in _MEMORY_FIELDS:
             bytes_by_row = rows.column(name)
@@ -234,13 +234,13 @@ class RunRecord:
 
     @property
     def kernels(self) -> tuple[str, str] | None:
-        """The platform of the last compiled step, and a text about the implementations of the step's kernels."""
+        """Pair of texts on the last compiled step: its platform, and the implementations of its kernels."""
         events = self.events("kernels")
         return platform_and_kernels(events[-1]) if events else None
 
     @property
     def step_seconds(self) -> tuple[float | None, float | None]:
-        """Median measured seconds of a step, and the modeled ones of the last compiled step; `None` if unknown."""
+        """Median measured step time in seconds, and the last compiled step's modeled time; either may be `None`."""
         measured_seconds = _median(self.rows("train").column("step_seconds"))
         modeled_column = self.events("predicted").column("step_seconds")
         modeled_seconds = float(modeled_column[-1]) if len(modeled_column) and np.isfinite(modeled_column[-1]) else None
@@ -258,12 +258,12 @@ class RunRecord:
 
     @property
     def path(self) -> str:
-        """Path of the experiment file, relative to the run's working directory if known; empty without a file."""
+        """Path of the experiment file, relative to the run's working directory if that is known; "" without a file."""
         return next((str(self.source[key]) for key in ("relative", "path", "file") if self.source.get(key)), "")
 
     @property
     def origin(self) -> dict[str, str]:
-        """Recorded facts about where the run ran, as texts by title: folder, commit, devices, host and versions."""
+        """The recorded environment of the run, as texts by title: folder, commit, devices, host and versions."""
         text_by_title = {"Folder": self.directory, "File": self.path, "Variant": str(self.source.get("variant") or "")}
         text_by_title["Git commit"] = str(self.source.get("git") or "")
         device_count = self.layout.get("devices")
@@ -291,14 +291,14 @@ class RunRecord:
 
 
 def _override_words(overrides: Any) -> list[str]:
-    """Return the words of a command line that set `overrides`, which source.json holds as a dict or a list of words."""
+    """Return the words of a command line that set `overrides`, which in source.json is a dict or a list of words."""
     if isinstance(overrides, dict):
         return [word for name, value in overrides.items() for word in (f"--{name}", str(value))]
     return [str(word) for word in overrides] if isinstance(overrides, list | tuple) else []
 
 
 def _read_json(path: Any, unread_lines: list[str]) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty dict if there is none.
+    """Return the JSON object in a file, or an empty dict if the file does not exist or cannot be read.
 
     If the file exists but cannot be read, also append a line with the reason to `unread_lines`.
     """
@@ -327,9 +327,9 @@ def _is_amount(value: Any) -> bool:
 
 
 def _valid_layout(layout: dict[str, Any], unread_lines: list[str]) -> dict[str, Any]:
-    """Return the fields of layout.json that have the types that a run writes.
+    """Return the fields of layout.json whose values have the types that a run writes.
 
-    For each other field, append a line to `unread_lines`.
+    For every other field, append a line to `unread_lines`.
     """
     parameters, mesh, unsplit_names = layout.get("parameters", []), layout.get("mesh"), layout.get("unsplit", [])
     is_valid_by_field = {
@@ -364,5 +364,5 @@ def _is_parameter(entry: Any) -> bool:
 
 
 def _median(column: np.ndarray) -> float | None:
-    """Return the median of a column, float64 [rows], without NaN; `None` if the column has no numbers."""
+    """Return the median of a column, float64 [rows], ignoring NaN; `None` if no element is finite."""
     return float(np.nanmedian(column)) if np.isfinite(column).any() else None

@@ -1,10 +1,11 @@
-"""samples.txt: texts that the model generated during training, in blocks for people to read, with the newest last:
+"""samples.txt: texts that the model generated during training, in blocks for people to read. The newest is the last:
 
     === step 500 | prompt "ROMEO:"
     ROMEO: I do not know thee.
 
-A line that begins like a header is indented by one more space, so that `read_samples` can recognize the headers. Where
-the run returned to an earlier checkpoint, a header without a prompt follows: samples of later steps above it are void.
+A line of text that begins like a header is indented by one more space, so that `read_samples` can recognize headers.
+When the run returns to an earlier checkpoint, it writes a header without a prompt. This header makes samples above it
+invalid if they are of later steps.
 
     === step 400 | returned
 """
@@ -62,7 +63,7 @@ def append_sample(directory: Any, step: int, prompt: str, text: str) -> None:
 
 
 def append_return(directory: Any, step: int) -> None:
-    """Record in the run's samples.txt, if there is one, that the run returned to the checkpoint of a step.
+    """Record in the run's samples.txt, if that file exists, that the run returned to the checkpoint of a step.
 
     Args:
         directory: the run's folder.
@@ -92,7 +93,7 @@ def _append(directory: Any, text: str) -> None:
 def read_samples(directory: Any) -> list[Sample]:
     """Read the samples of a run, sorted by step. Of samples with equal step and prompt, only the last is returned.
 
-    Samples of steps to which the run did not come again after a return are left out.
+    If the run returned to an earlier checkpoint, earlier samples of later steps are left out.
 
     Raises:
         UserError: the file exists, but is not a regular file, is too large or cannot be read.

@@ -1,7 +1,7 @@
-"""Why a step was skipped: the array of the batch, the parameter or the line of the user's code that is not finite.
+"""The cause of a skipped step: an array of the batch, a parameter, or a line of the user's code that is not finite.
 
-A loss that is NaN from the first step has a cause that no learning rate removes: a label outside of the classes,
-weights that are drawn as NaN, a file with gaps. The forward pass of that batch, run operation by operation, finds it.
+If the loss is NaN from the first step, no learning rate removes the cause: a label outside of the classes, weights that
+are drawn as NaN, or a file with gaps. Running the forward pass of that batch operation by operation finds the cause.
 """
 
 import math
@@ -16,7 +16,7 @@ from jaxscale.trees import named_leaves
 from jaxscale.values.user_frames import frames_and_lines_of, place_in, place_of
 
 MAX_BYTES = 2**28
-"""Most bytes of parameters for which the forward pass is run operation by operation."""
+"""The forward pass is run operation by operation only if the parameters have at most this many bytes."""
 
 
 class Causes:
@@ -27,7 +27,7 @@ class Causes:
 
     Attributes:
         text: the cause of the first skipped step, for messages; "" if none was found, `None` if no step was skipped.
-        advice: what to do about a cause that no learning rate removes; "" if the learning rate may be the cause.
+        advice: what to do about the cause; "" if the learning rate may be the cause.
     """
 
     def __init__(self, step_fn: Any) -> None:
@@ -38,18 +38,20 @@ class Causes:
         self.advice = ""
 
     def note(self, step: int, batch: Mapping[str, Any], state: Any) -> None:
-        """Keep the batch of a step and the state after it, until the step after the next."""
+        """Keep the batches of this step and of the previous step, and the state after this step."""
         self._batches = {
             other_step: other_batch for other_step, other_batch in self._batches.items() if other_step == step - 1
         } | {step: batch}
         self._state = state
 
     def cause_fields(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
-        """Return the field `cause` for the event of the first skipped step; `{}` for later steps, or if it is unknown.
+        """Return the field `cause` for the event of the first skipped step.
+
+        For later skipped steps, or if the cause is unknown, return `{}`.
 
         Args:
             step: number of the skipped step.
-            metrics: its metrics.
+            metrics: metrics of the skipped step.
         """
         import jax
 
@@ -68,7 +70,7 @@ class Causes:
         return {"cause": self.text} if self.text else {}
 
     def _cause(self, step: int, batch: Mapping[str, Any], loss: float) -> str:
-        """Return a text about what is not finite in a step, and set `advice`; "" if it is not found."""
+        """Return a text about the values that are not finite in a step, and set `advice`; "" if none is found."""
         import jax.numpy as jnp
 
         def has_nonfinite(array: Any) -> bool:
@@ -96,7 +98,7 @@ class Causes:
         return self._line_of_nan(step, batch, loss)
 
     def _line_of_nan(self, step: int, batch: Mapping[str, Any], loss: float) -> str:
-        """Return a text about the user's line that makes the loss NaN or infinite; "" if no line of the user does."""
+        """Return a text about the user's line that makes the loss NaN or infinite; "" if no such line is found."""
         import jax
 
         leaves = jax.tree.leaves(self._state.params)
@@ -120,7 +122,7 @@ class Causes:
 
 
 def _labels_text(frame: Any, batch: Mapping[str, Any]) -> str:
-    """Return the end of a message about labels of a batch outside of the classes of an array in a frame, or ""."""
+    """Return the end of an error message if labels of a batch exceed the classes of an array in a frame, or else ""."""
     for array_name, array in frame.f_locals.items():
         if getattr(array, "ndim", 0) < 2 or getattr(array, "dtype", None) is None or array.dtype.kind == "i":
             continue
@@ -137,7 +139,7 @@ def _labels_text(frame: Any, batch: Mapping[str, Any]) -> str:
 
 
 def warn_of_no_gradient(step: int, metrics: Mapping[str, float], model: Any) -> None:
-    """Warn if the gradient of all parameters is exactly 0 in the first step, so that nothing is trained."""
+    """Warn if the gradient of all parameters is exactly 0 in the first step, because then nothing is trained."""
     if step == 1 and metrics["grad_norm"] == 0 and metrics["weight"] > 0 and math.isfinite(metrics["loss"]):
         warnings.warn(
             f"{place_of(getattr(model, 'score', None))}the gradient of every parameter is 0 in step 1, so nothing is "

@@ -52,11 +52,11 @@ class Source:
         path: absolute path of the experiment file.
         relative: path of the experiment file relative to the working directory, if the file is below that directory.
         variant: name of the file's variant; `None` stands for `experiment()`.
-        overrides: values that the command line gave to fields, as texts, by the fields' dotted paths.
-        plan: the plan that replaced the experiment's plan, as JSON; `None` if no plan did.
+        overrides: texts of the fields that the command line set, by dotted path.
+        plan: the plan that replaced the experiment's plan, as JSON; `None` if the plan was not replaced.
         seed: seed of the experiment.
         versions: versions of Python and of the packages that a step's results depend on.
-        command: the command line that made the experiment; `None` if it is that of `jaxscale train` and a file.
+        command: the command line that made the experiment; `None` for `jaxscale train` with an experiment file.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Source:
         return load_file(self.path, self.variant, self.overrides, plan)[0]
 
     def with_batch(self, batch: int) -> "Source":
-        """Return the source of the same experiment with another number of rows in its global batch."""
+        """Return the source of the same experiment with `batch` rows in its global batch."""
         return dataclasses.replace(self, overrides={**self.overrides, "batch": str(batch)})
 
     def trust(self) -> None:
@@ -105,8 +105,8 @@ class Source:
     def write(self, run_dir: Any) -> None:
         """Write a copy of the experiment file, and source.json, to the folder `source/` of a run directory.
 
-        This is the last of a run's files that `sums.json` covers. Whoever trains with the file trusts it: `trust` is
-        called, too.
+        Call this after the run's other files are written, because it also writes `sums.json`. It records the experiment
+        file as trusted, since the user trains with it.
         """
         folder = run_path(run_dir) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ class Source:
         if not isinstance(source_json, dict):
             raise UserError(f"{folder / SOURCE_JSON}: got a {type(source_json).__name__}, expected a JSON object")
         file_name, stored_sha256 = source_json.pop("file", None), source_json.pop("sha256", None)
-        for name in ("git", "platform"):  # for reports alone
+        for name in ("git", "platform"):  # only reports read these
             source_json.pop(name, None)
         text = None
         if file_name is not None:
@@ -147,7 +147,7 @@ class Source:
                 )
             text = read_bytes(folder / file_name, MAX_SOURCE_BYTES).decode("utf-8", "replace")
         source = values.from_json(cls, {**source_json, "text": text}, str(folder / SOURCE_JSON))
-        if source.file != file_name:  # messages show one of the names, and the file with the other one is executed
+        if source.file != file_name:  # messages would show one name, while the file with the other name is executed
             raise UserError(
                 f"{folder / SOURCE_JSON}: file: got {file_name!r:.200}, expected {source.file!r:.200}, the name in path"
             )
@@ -160,9 +160,10 @@ class Source:
 
 
 def git_commit(path: str | None) -> str | None:
-    """Return the commit of the git repository with a file, or else with the working directory; `None` if there is none.
+    """Return the commit hash of the git repository that contains `path`; `None` outside a repository.
 
-    "with changes" follows the hash if files in the repository differ from the commit.
+    If `path` is `None`, it stands for the working directory. "with changes" follows the hash if tracked files differ
+    from the commit.
     """
     folder = Path.cwd() if path is None else Path(path).parent
     output_texts: list[str] = []
@@ -178,12 +179,12 @@ def git_commit(path: str | None) -> str | None:
 
 
 def host_text() -> str:
-    """Return system, architecture and number of cores of this machine, such as "Linux x86_64, 8 cores"."""
+    """Return a text with this machine's system, architecture and core count, such as "Linux x86_64, 8 cores"."""
     return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
 
 
 def _is_plain_name(name: Any) -> bool:
-    """Return whether a JSON value can be the name of a file in a folder."""
+    """Return whether a JSON value is a valid file name without a folder."""
     is_name = isinstance(name, str) and Path(name).name == name and name not in ("", "..")
     return is_name and len(name.encode(errors="replace")) <= MAX_NAME_BYTES
 
@@ -215,8 +216,8 @@ def load_file(
     Args:
         path: the experiment file, or the name of an example of the package, such as "shakespeare".
         variant: name of one of the file's `VARIANTS`; `None` runs `experiment()`.
-        overrides: new values of fields, as texts, by the fields' dotted paths, such as `{"model.embed": "256"}`. The
-            overrides are applied after `plan`.
+        overrides: texts of new values, by the dotted paths of the fields: `{"model.embed": "256"}`. The overrides are
+            applied after `plan`.
         plan: plan that replaces the experiment's plan.
 
     Returns:
@@ -250,7 +251,7 @@ def load_file(
 
 
 def trust_run(run_dir: Any) -> None:
-    """Record that the user trusts the experiment file of a run, which opening the run executes.
+    """Record that the user trusts the experiment file of a run. Opening the run executes this file.
 
     Raises:
         UserError: the source cannot be read, or the copied file has changed since the run.
@@ -263,14 +264,14 @@ def trust_run(run_dir: Any) -> None:
 
 
 def load_experiment(run_dir: Any) -> "Experiment":
-    """Build the experiment of a run directory again, from the copy of its file, with the plan of the run.
+    """Rebuild the experiment of a run directory, from the copy of its experiment file, with the plan of the run.
 
     The copy runs under the file's original path, or under a new path if the file has moved together with the run (in a
-    copied repository). Without a file, the values come from experiment.json.
+    copied repository). Without an experiment file, the values come from experiment.json.
 
     Raises:
-        UserError: the directory contains no run, its file is not trusted or raises an error, or the experiment has code
-            that no file defines.
+        UserError: the directory contains no run, its experiment file is not trusted or raises an error, or there is no
+            experiment file and the experiment contains code.
     """
     from jaxscale.recipe.experiment import Experiment
     from jaxscale.recipe.plan import Plan, ignoring_moved_fields, read_plan
@@ -321,7 +322,7 @@ def load_experiment(run_dir: Any) -> "Experiment":
 def _origin(source: Source, folder: Any) -> Path:
     """Return the path under which the copy of an experiment file runs.
 
-    The original path is returned if a file is still there. Otherwise, the relative path is tried below the working
+    If the original file still exists, this is its path. Otherwise, the relative path is tried below the working
     directory and below each parent folder of the run. If no file is found, the original path is returned.
     """
     assert source.path is not None
@@ -358,7 +359,7 @@ def _make_experiment(text: str, file: Any, origin: Path, variant: str | None) ->
     # tracebacks then show the lines of the file, even if it has moved
     linecache.cache[str(file)] = (len(text), None, text.splitlines(keepends=True), str(file))
     definition: Any = None
-    action = "importing the file"  # what runs now, for error messages
+    action = "importing the file"  # the current action, for error messages
     try:
         exec(compile(text, str(file), "exec", dont_inherit=True), module.__dict__)
         definition = getattr(module, "experiment", None)
@@ -383,7 +384,7 @@ def _make_experiment(text: str, file: Any, origin: Path, variant: str | None) ->
         if isinstance(error, ImportError) and (new_path := new_import_path(error)) is not None:
             raise UserError(f"{location or file}: {error.name} has moved: import {new_path}") from None
         error_text = f"{type(error).__name__}: {error}{_advice(error)}"
-        place = place_of(definition) or f"{file}: "  # no line of the file ran: the call itself failed
+        place = place_of(definition) or f"{file}: "  # the call itself failed, before any line of the function ran
         raise UserError(f"{f'{location}: ' if location else place}{action} raised {error_text}{code_text}") from error
     finally:
         sys.path.remove(str(origin.parent))
@@ -396,15 +397,15 @@ def _make_experiment(text: str, file: Any, origin: Path, variant: str | None) ->
 
 
 def _advice(error: BaseException) -> str:
-    """Return what to change after an error in an experiment file, as the end of a line."""
+    """Return advice about an error in an experiment file, to append to the error message."""
     frames_and_lines = frames_and_lines_of(error.__traceback__)
     return advice_on(error, frames_and_lines[-1][0] if frames_and_lines else None)
 
 
 def _error_location(error: BaseException, file: str) -> tuple[str, str]:
-    """Return where in the experiment file an error arose, as two texts: "FILE, line N", and the code of that line.
+    """Return two texts about the line of the experiment file that raised an error: "FILE, line N", and the line's code.
 
-    Both texts are empty if the error did not arise while a line of the file was running.
+    Both texts are empty if no line of the file was running.
     """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     if not frames:

@@ -1,16 +1,16 @@
 """Storage of a run's files, in a local folder or in a bucket (gs://, s3://) through etils.epath.
 
 An object in a bucket cannot be appended to. So for a bucket, `open_append` keeps the file in memory and uploads the
-whole file every `UPLOAD_SECONDS`, on `flush` and on close. A run flushes its log before it saves a checkpoint, so a
-killed run loses only lines that the continued run writes again. Nothing is locked, since only one process writes a
-run's log.
+whole file every `UPLOAD_SECONDS`, on `flush` and on close. A run flushes its log before it saves a checkpoint. So a
+killed run loses only lines that the continued run writes again. Files are not locked, because only one process writes
+a run's log.
 
 Tests (tests/records/test_storage.py) start a run in a bucket, stop the run, and continue it past a damaged checkpoint.
-They generate text with the run, evaluate it, and rename it for a new run. Checkpoints go to gs:// through TensorStore's
-driver, over HTTP to a server on the same machine that implements the required part of Google's JSON API. For s3://,
-checkpoints go through a local folder (`mirror`). All other files go through epath to an fsspec file system that, like
-an object store, has no empty folders. These tests do not cover gcsfs and s3fs themselves, the buckets of Google and
-Amazon with their credentials, errors and speed, and several processes in one bucket.
+They also generate text with the run, evaluate the run, and rename it for a new run. In these tests, checkpoints for
+gs:// go through TensorStore's driver, over HTTP, to a server on the same machine, which implements the required part
+of Google's JSON API. Checkpoints for s3:// go through a local folder (`mirror`). All other files go through epath to an
+fsspec file system that, like an object store, has no empty folders. The tests do not cover gcsfs and s3fs themselves,
+the buckets of Google and Amazon (credentials, errors, speed), or several processes in one bucket.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def is_remote(path: Any) -> bool:
 
 
 def run_path(path: Any) -> Any:
-    """Return a path as an object: a `pathlib.Path`, or for a bucket an `etils.epath.Path`, which has similar methods.
+    """Return a path object: an `etils.epath.Path` for a bucket, and a `pathlib.Path`, with similar methods, otherwise.
 
     Example:
         >>> run_path("runs/a").name
@@ -56,11 +56,11 @@ def run_path(path: Any) -> Any:
 
 
 def check_location(path: Any) -> None:
-    """Raise an error for a path, local or in a bucket, that cannot be a run directory. Nothing is traced before this.
+    """Raise UserError if a path, local or in a bucket, cannot be a run directory. Call this before anything is traced.
 
     Raises:
-        UserError: the path is empty or too long, has an unknown scheme, leads through a file, or is in a bucket that
-            cannot be reached from here.
+        UserError: the path is empty or too long, has an unknown scheme, has a file as a parent, or is in a bucket that
+            cannot be reached.
 
     Example:
         >>> check_location("http://host/run")
@@ -104,10 +104,10 @@ def check_location(path: Any) -> None:
 
 
 def write_whole(path: Any, content: str | bytes) -> None:
-    """Write a file so that it has either the whole old or the whole new content, even if the process is killed.
+    """Write a file atomically: even if the process is killed, the file has either its old or its new content.
 
-    The content is written to another file, forced to the disk, and given the file's name. A full disk leaves the old
-    file, and a loss of power does, too. A bucket stores an object whole or not at all.
+    The content is written to a temporary file, which is flushed to disk and then renamed. After a full disk or a loss
+    of power, the old file remains. A bucket stores an object whole or not at all.
 
     Raises:
         OSError: the disk is full or read-only; `filename` is the path.
@@ -138,7 +138,7 @@ def write_whole(path: Any, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def _add_path_to_errors(path: Any) -> Iterator[None]:
-    """Add a path to an OSError that is raised in the context without a path, such as an error from `write`."""
+    """Add a path to an OSError from the context that has no path, such as an error from `write`."""
     try:
         yield
     except OSError as error:
@@ -148,13 +148,13 @@ def _add_path_to_errors(path: Any) -> Iterator[None]:
 
 
 class LocalAppender:
-    """Appends to a local file. Every write goes to the system at once, so a killed process tears at most one line.
+    """Appends to a local file. Writes are not buffered, so a killed process leaves at most one incomplete line.
 
     Attributes:
         path: path of the file.
 
     Raises:
-        UserError: the path is that of a folder, a device or a pipe, or a link to another file in the same folder.
+        UserError: the path is a folder, a device or a pipe, or a link to another file in the same folder.
     """
 
     def __init__(self, path: Path):
@@ -165,7 +165,7 @@ class LocalAppender:
             self._file = path.open("ab", buffering=0)
 
     def write(self, data: bytes) -> None:
-        """Append `data`, in as many writes as the system needs."""
+        """Append `data`, in as many system calls as are necessary."""
         with _add_path_to_errors(self.path):
             remaining_data = data
             while remaining_data:
@@ -180,7 +180,7 @@ class LocalAppender:
 
 
 class RemoteAppender:
-    """Appends to an object in a bucket: keeps the whole object in memory, and uploads it again as it grows.
+    """Appends to an object in a bucket: keeps the whole object in memory, and repeatedly uploads it as it grows.
 
     Attributes:
         path: path of the object.
@@ -192,11 +192,11 @@ class RemoteAppender:
         self._uploaded_byte_count, self._last_try_time = len(self._data), time.monotonic()
 
     def write(self, data: bytes) -> None:
-        """Append `data`, and upload the object if the last attempt was at least `UPLOAD_SECONDS` ago."""
+        """Append `data`. Upload the object if the last attempt to upload was at least `UPLOAD_SECONDS` ago."""
         self._data += data
         if time.monotonic() - self._last_try_time >= UPLOAD_SECONDS:
             self._last_try_time = time.monotonic()
-            # a short outage should not end the run: the next upload sends all data again, and `close` raises errors
+            # a short outage should not end the run: the next upload sends all data again; only `close` raises errors
             with contextlib.suppress(OSError):
                 self.flush()
 
@@ -208,7 +208,7 @@ class RemoteAppender:
             self._uploaded_byte_count, self._last_try_time = len(self._data), time.monotonic()
 
     def close(self) -> None:
-        """Upload the object if some of its data was not uploaded yet."""
+        """Upload the object if some of its data has not been uploaded yet."""
         self.flush()
 
 
@@ -219,6 +219,6 @@ def open_append(path: Any) -> Appender:
     """Open a file, local or in a bucket, to which bytes can be appended.
 
     Raises:
-        OSError: the disk is full or read-only; `filename` is the path. Later writes may raise this error, too.
+        OSError: the disk is full or read-only; `filename` is the path. Later writes may also raise this error.
     """
     return RemoteAppender(run_path(path)) if is_remote(path) else LocalAppender(run_path(path))

@@ -1,7 +1,7 @@
-"""sums.json: the SHA-256 of each file from which the model of a run is rebuilt, so that a flipped bit is noticed.
+"""sums.json: the SHA-256 of each file from which a run's model is rebuilt. It reveals damaged files.
 
-Checkpoints have checksums of their own, and a continued run compares its experiment with experiment.json. Other
-commands rebuild the model from the plan, the overrides and the tokenizer in the run directory.
+Commands such as `generate` rebuild the model from the plan, the overrides and the tokenizer in the run directory.
+Checkpoints have checksums of their own, and a continued run compares its experiment with experiment.json.
 """
 
 import hashlib
@@ -15,18 +15,18 @@ from jaxscale.values.read_files import read_bytes
 
 FILE = "sums.json"
 NAMES = ("experiment.json", "plan.json", "tokenizer.json", "chat_template.json", "source/source.json")
-"""Names of the hashed files, of which a run may lack some. source.json holds the hash of the experiment file."""
+"""Names of the hashed files; a run need not have all of them. source.json holds the hash of the experiment file."""
 
 
 def write_sums(run_dir: Any) -> None:
-    """Write sums.json with the hashes of a run's files, which must have been written before."""
+    """Write sums.json with the hashes of a run's files. Call this after these files are written."""
     folder = run_path(run_dir)
     sha256_by_name = {name: _sha256(folder / name) for name in NAMES if (folder / name).exists()}
     write_whole(folder / FILE, json.dumps(sha256_by_name, indent=2) + "\n")
 
 
 def check_sums(run_dir: Any, *names: str) -> None:
-    """Check files of a run against sums.json before they are used; runs of earlier versions have no sums.json.
+    """Check files of a run against sums.json before they are used. Without sums.json (early runs), check nothing.
 
     Args:
         run_dir: directory of a run.

@@ -1,9 +1,9 @@
-"""Which experiment files of runs may be executed: those that this user trained with, and those that the user trusts.
+"""The check that the experiment file of a run may be executed: this user has trained with it, or declared it trusted.
 
 A run directory holds a copy of its experiment file, and opening the run executes the copy. A stranger's run could thus
-execute any code. So a copy is executed only if a record outside of the run directory has the SHA-256 of its text and
-the folder whose modules and files it would use. `train` writes the record, and so does `--trust`. `JAXSCALE_TRUST=PATH`
-trusts the runs in a folder without a record.
+execute any code. So a copy is executed only if a record outside of the run directory permits it. The record has the
+SHA-256 of the file's text, and the folder whose modules and files the copy would use. `train` writes this record, and
+so does `--trust`. With `JAXSCALE_TRUST=PATH`, the runs in that folder are trusted without records.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from jaxscale.errors import UserError
 from jaxscale.records.storage import is_remote, write_whole
 
 VARIABLE = "JAXSCALE_TRUST"
-"""Environment variable with the path of a run, or of a folder of runs, that is trusted."""
+"""Environment variable with the path of a trusted run, or of a folder of trusted runs."""
 _recorded_names: set[str] = set()
-"""Names of the records of this process, which also count if their files cannot be written."""
+"""Names of the records that this process has made. They count even if their files could not be written."""
 
 
 def record_trust(sha256: str, origin: Path) -> None:
@@ -37,7 +37,7 @@ def record_trust(sha256: str, origin: Path) -> None:
         if not _is_private(folder / record_name):
             record_json = {"sha256": sha256, "folder": os.path.realpath(origin.parent), "file": origin.name}
             write_whole(folder / record_name, json.dumps(record_json) + "\n")
-            (folder / record_name).chmod(0o600)  # a group may share what its members write
+            (folder / record_name).chmod(0o600)  # by default, members of the user's group may be able to write files
 
 
 def check_trust(sha256: str, origin: Path, run_folder: Any, copy: Any) -> None:
@@ -65,7 +65,7 @@ def check_trust(sha256: str, origin: Path, run_folder: Any, copy: Any) -> None:
 
 
 def is_below(path: Any, folder: str) -> bool:
-    """Return whether `path` is `folder` or lies below it; symbolic links of local paths are followed.
+    """Return whether `path` is `folder` or lies below it. Symbolic links in local paths are resolved.
 
     Example:
         >>> is_below("runs/a", "runs"), is_below("runs/../a", "runs"), is_below("gs://b/run", "gs://b/r")
@@ -85,18 +85,21 @@ def is_below(path: Any, folder: str) -> bool:
 
 
 def _records_folder() -> Path:
-    """Return the folder of the records, in the user's cache; `JAXSCALE_CACHE` may be shared and does not move it."""
+    """Return the folder of the records, in the user's cache.
+
+    It does not depend on `JAXSCALE_CACHE`, because users may share that folder.
+    """
     folder = os.environ.get("XDG_CACHE_HOME", "")
     return Path(folder if os.path.isabs(folder) else Path("~/.cache").expanduser()) / "jaxscale" / "trusted"
 
 
 def _record_name(sha256: str, origin: Path) -> str:
-    """Return the name of a record: a hash of the text's hash and of the real path of the file's folder."""
+    """Return the name of a record: a hash over the text's SHA-256 and the resolved path of the file's folder."""
     return hashlib.sha256(f"{sha256}\0{os.path.realpath(origin.parent)}".encode()).hexdigest()
 
 
 def _is_private(path: Path) -> bool:
-    """Return whether a path exists, and only this user can write to it."""
+    """Return whether a path exists, belongs to this user, and cannot be written to by other users."""
     try:
         status = path.stat()
     except OSError:

@@ -1,9 +1,9 @@
 """Line charts as HTML with inline SVG. They need no library, and are visible without a script.
 
-The SVG contains only the curves and is stretched to its box. Ticks and labels are HTML, so that text has the same size
+The SVG contains only the curves, and is stretched to its box. Ticks and labels are HTML, so that text has the same size
 on a wide screen and on a phone. A script in the page (report.js) reads the JSON of each chart and shows the values at
-the pointer (the read-out). A curve of many steps is thinned to the smallest and the largest value in each bucket of
-steps, so that no spike is lost.
+the pointer (the read-out). If a curve has many steps, only the smallest and the largest value in each bucket of steps
+are drawn, so that no spike is lost.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ from jaxscale.figures.markup import Markup, element
 from jaxscale.values.units import number, short
 
 BUCKETS = 500
-"""Number of buckets for a thinned curve, about a chart's width in pixels; each bucket keeps at most two points."""
+"""Number of buckets for a thinned curve, about a chart's width in pixels. Each bucket keeps at most two points."""
 
 LARGEST = 1e300
-"""Largest magnitude that is drawn: arithmetic with larger ones may leave the range of floats."""
+"""Largest magnitude that is drawn. Arithmetic with larger values may leave the range of floats."""
 _SIDE = 1000.0
 """Width and height of the SVG with the curves, in units of the SVG."""
 _MAX_MARKS = 40
@@ -36,8 +36,8 @@ class Axis:
     """The horizontal axis of a chart.
 
     Args:
-        name: name in the read-out, in front of a value of the axis.
-        format_ticks: function that formats a tick; by default, ticks are whole numbers.
+        name: name of the axis, which the read-out shows before a value.
+        format_ticks: function that formats the label of a tick; by default, ticks are whole numbers.
     """
 
     name: str = "step"
@@ -50,8 +50,8 @@ class Series:
 
     Args:
         label: name of the curve in the legend and the read-out.
-        steps: (n,) ascending steps, or ascending values of another horizontal axis.
-        values: (n,) value at each step; a value that is not finite leaves a gap.
+        steps: [n] ascending steps, or ascending values of another horizontal axis.
+        values: [n] value at each step; a value that is not finite leaves a gap.
         style: style of the curve: a line, a faint line behind the others, or dots.
         color: number of the curve's color in the page's palette, from 1 on.
     """
@@ -69,7 +69,7 @@ class Mark:
 
     Args:
         step: the step.
-        label: text at the line.
+        label: text beside the line.
     """
 
     step: int
@@ -77,14 +77,14 @@ class Mark:
 
 
 def smooth(values: np.ndarray, window: float) -> np.ndarray:
-    """Return the mean of the values over about `window` steps around each step, and over fewer near the ends.
+    """Return the moving average of values over about `window` steps around each step; near the ends, over fewer steps.
 
     Args:
-        values: float (n,). NaN and infinity are left out of the means.
+        values: float [n]. NaN and infinity are left out of the averages.
         window: number of steps.
 
     Returns:
-        float (n,), with NaN at a step around which no value is finite.
+        The average at each step, float [n]. It is NaN if no value in the window is finite.
 
     Example:
         >>> smooth(np.array([1.0, 2.0, np.nan, 4.0, 5.0]), 3).tolist()
@@ -115,17 +115,17 @@ def line_chart(
 ) -> Markup:
     """Draw a chart of curves over steps as an HTML figure.
 
-    The axis of values is logarithmic if the values span more than two decades. Rare values far from all others do not
-    affect the axis's bounds; they are outside the frame, and the caption gives their number.
+    The axis of values is logarithmic if the values span more than two decades. Outliers do not affect the bounds of the
+    axis. They lie outside the frame, and the caption gives their number.
 
     Args:
         title: the chart's title.
         series: the curves; those without a finite value are left out.
         unit: unit of the values, shown after the title.
         format_value: function that formats a value for the read-out.
-        format_ticks: function that formats a tick; by default, ticks have just enough digits to be distinct.
-        ticks_base: unit of the ticks, which are at round multiples of this number, such as 1024.
-        from_zero: whether the axis begins at 0.
+        format_ticks: function that formats a tick label; by default, labels have just enough digits to be distinct.
+        ticks_base: unit of the ticks, such as 1024; ticks are at round multiples of this number.
+        from_zero: whether the axis of values begins at 0.
         marks: labeled steps, drawn as vertical lines.
         is_tall: whether the chart is tall and as wide as the page.
         axis: the horizontal axis.
@@ -142,7 +142,7 @@ def line_chart(
     is_logarithmic = bool(lower_bound > 0 and upper_bound / lower_bound > 100 and not from_zero)
     if from_zero:
         lower_bound = min(0.0, lower_bound)
-    # ends of the axis; the logarithms of its values if the axis is logarithmic
+    # ends of the axis of values; if it is logarithmic, the logarithms of these ends
     low, high = (math.log10(lower_bound), math.log10(upper_bound)) if is_logarithmic else (lower_bound, upper_bound)
     margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     low, high = (low if from_zero and low == 0 else low - margin), high + margin
@@ -152,11 +152,11 @@ def line_chart(
         first_step, last_step = first_step - 1, last_step + 1
 
     def x_of(step: float) -> float:
-        """Return the position of a step across the chart, from 0 at the left to 1."""
+        """Return the horizontal position of a step in the chart, from 0 (left) to 1 (right)."""
         return (step - first_step) / (last_step - first_step)
 
     def y_of(value: float) -> float:
-        """Return the position of a value down the chart, from 0 at the top to 1."""
+        """Return the vertical position of a value in the chart, from 0 (top) to 1 (bottom)."""
         scaled_value = value
         if is_logarithmic:
             scaled_value = math.log10(value) if value > 0 else low - 1
@@ -216,13 +216,13 @@ def line_chart(
 
 
 def _drawable(values: np.ndarray) -> np.ndarray:
-    """Return values with NaN for those that are not finite or beyond `LARGEST`, and 0 for those below its inverse."""
+    """Replace values that are not finite, or whose magnitude exceeds `LARGEST`, by NaN, and tiny values by 0."""
     magnitudes = np.abs(values)
     return np.where(magnitudes <= LARGEST, np.where(magnitudes < 1 / LARGEST, 0.0, values), math.nan)
 
 
 def _axis_bounds(finite_values: np.ndarray) -> tuple[float, float, int]:
-    """Return the lower bound and the upper bound of the axis, and the number of values outside these bounds."""
+    """Return the lower and the upper bound of the axis of values, and the number of values outside these bounds."""
     lower_bound, upper_bound = float(finite_values.min()), float(finite_values.max())
     if len(finite_values) < 50:
         return lower_bound, upper_bound, 0
@@ -247,8 +247,8 @@ def _tick_formatter(tick_values: Sequence[float]) -> Callable[[float], str]:
 
 
 def _mark_labels(marks: Sequence[Mark], x_of: Callable[[float], float]) -> list[Markup]:
-    """Return labels at the upper ends of the marks; labels that would overlap are joined."""
-    # pairs of a position across the chart, from 0 to 1, and the labels there
+    """Return the labels of marks, at the upper ends of their lines. Labels that would overlap are joined into one."""
+    # pairs of a horizontal position, from 0 to 1, and the labels there
     label_groups: list[tuple[float, list[str]]] = []
     for mark in sorted(marks, key=lambda mark: mark.step):
         x = x_of(mark.step)
@@ -263,12 +263,12 @@ def _mark_labels(marks: Sequence[Mark], x_of: Callable[[float], float]) -> list[
 
 
 def _curve_path(curve: Series, x_of: Callable[[float], float], y_of: Callable[[float], float]) -> Markup:
-    """Return the SVG path of a curve, with a gap at each value that is not finite; a value between gaps is a dot."""
+    """Return the SVG path of a curve. Values that are not finite leave gaps; a single value between gaps is a dot."""
     steps, values = thin(curve.steps, curve.values, BUCKETS)
     style = "dots" if len(steps) == 1 else curve.style
     path_data = ""
     for is_finite, points in itertools.groupby(zip(steps, values, strict=True), lambda point: math.isfinite(point[1])):
-        # coordinates "x y" as texts, clamped because a number far outside the frame would lose digits
+        # texts "x y" of coordinates; they are clamped, because coordinates far outside the frame would lose digits
         coordinates = [
             f"{x_of(step) * _SIDE:.1f} {min(max(y_of(value), -1.0), 2.0) * _SIDE:.1f}"
             for step, value in points
@@ -288,7 +288,7 @@ def _readout_json(
     end_steps: tuple[float, float],
     axis: Axis,
 ) -> Markup:
-    """Return the JSON for the page's script, with the steps and formatted values of each curve, evenly thinned.
+    """Return the JSON for the page's script. For long curves, it has evenly spaced steps and their formatted values.
 
     Args:
         curves: the curves of the chart.
@@ -320,7 +320,7 @@ def _readout_json(
 
 
 def _description(title: str, curves: Sequence[Series], format_value: Callable[[float], str]) -> str:
-    """Return a text for screen readers, with the first and the last finite value of each curve."""
+    """Return a description for screen readers, with the first and the last finite value of each curve."""
     curve_texts = []
     for curve in curves:
         first_value, last_value = curve.values[np.isfinite(curve.values)][[0, -1]]

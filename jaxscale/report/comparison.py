@@ -1,7 +1,7 @@
 """Draw several runs on one self-contained page, from the files in their folders, without JAX.
 
-The charts have a curve for each run, over steps, target tokens or seconds: the page holds all three, and a button shows
-one, by CSS alone. Below are what differs between the runs, where their time went, and what they ran on.
+The charts have a curve for each run, over steps, target tokens or seconds. The page contains all three versions, and
+buttons select one, with CSS only. Tables below show the settings that differ, where the time went, and the machines.
 """
 
 import dataclasses
@@ -33,12 +33,12 @@ _AXES = {
     "Target tokens": Axis("target tokens", short),
     "Seconds": Axis("seconds", short),
 }
-"""The axes of the charts by the text of their buttons; seconds leave out the pauses before a run was continued."""
+"""The axes of the charts, by the text of their buttons. The seconds do not include pauses between stop and restart."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Several runs side by side, for a notebook or a file; `compare` makes one.
+    """A comparison of several runs, for a notebook or a file. `compare` returns it.
 
     Args:
         run_dirs: the runs' folders.
@@ -47,7 +47,7 @@ class Comparison:
     run_dirs: tuple[str, ...]
 
     def html(self) -> str:
-        """Return the page of the runs, from their files as they are now."""
+        """Return the page of the runs as HTML, from the current content of their files."""
         return comparison_html([RunRecord.read(run_dir) for run_dir in self.run_dirs])
 
     def _repr_html_(self) -> str:
@@ -63,14 +63,14 @@ class Comparison:
 
 
 def compare(*runs: Any) -> Comparison:
-    """Compare several runs: their losses on the same axes, what differs between them, and where their time went.
+    """Compare several runs: draw their losses on the same axes, and show their differences and where their time went.
 
     Args:
-        runs: from 2 to 7 runs, each a `Run` or its folder; they may still be running, and any of their files may be
-            missing.
+        runs: from 2 to 7 runs, each as a `Run` or a path of its folder. They may still be running, and any of their
+            files may be missing.
 
     Returns:
-        A value that a notebook shows as a page, and `write("page.html")` writes to a file.
+        A `Comparison`: a notebook shows it as a page, and its method `write("page.html")` writes the page to a file.
 
     Raises:
         UserError: the number of runs is too small or too large, a run is given twice, or a folder does not exist.
@@ -120,9 +120,9 @@ def _check_runs(run_dirs: Sequence[Any]) -> None:
 
 
 def comparison_html(runs: Sequence[RunRecord]) -> str:
-    """Return the page of several runs."""
+    """Return the page of several runs as HTML."""
     run_names = _run_names(runs)
-    with np.errstate(all="ignore"):  # a damaged row may hold any number
+    with np.errstate(all="ignore"):  # a damaged row may contain any number
         sections = {
             "Training": _chart_panels(runs, run_names),
             "What differs": _difference_table(runs, run_names),
@@ -134,13 +134,13 @@ def comparison_html(runs: Sequence[RunRecord]) -> str:
 
 
 def _run_names(runs: Sequence[RunRecord]) -> list[str]:
-    """Return a name for each run: that of its experiment, or its folder if another run has that name."""
+    """Return a name for each run: the name of its experiment or, if several runs share that name, the run's folder."""
     run_count_by_name = Counter(run.name for run in runs)
     return [run.name if run_count_by_name[run.name] == 1 else run.directory for run in runs]
 
 
 def _legend_key(index: int, name: str) -> Markup:
-    """Return the name of a run behind a box in its color."""
+    """Return the name of a run, after a box in the run's color."""
     return element("span", element("i", class_=f"c{index + 1}"), name, class_="key run")
 
 
@@ -173,7 +173,7 @@ def _last_value_text(rows: MetricsRows, name: str) -> str:
 
 
 def _run_table(texts_by_title: dict[str, list[str]], run_names: list[str]) -> Markup:
-    """Return a sheet with a row for each figure, and a column for each run; narrow windows stack the columns."""
+    """Return a sheet with a row for each figure and a column for each run. Narrow windows stack the columns."""
     headings = ("", *(_legend_key(index, name) for index, name in enumerate(run_names)))
     rows = [
         (
@@ -190,7 +190,7 @@ def _run_table(texts_by_title: dict[str, list[str]], run_names: list[str]) -> Ma
 
 
 def _x_by_button(run: RunRecord, rows: MetricsRows) -> dict[str, np.ndarray]:
-    """Return the x coordinates of rows on each axis, float64 [rows], by the text of the axis's button."""
+    """Return the x coordinates of metrics rows for each axis, float64 [rows], by the text of the axis's button."""
     train_rows = run.rows("train")
     train_steps, train_tokens = train_rows.column("step"), train_rows.column("tokens")
     is_known = np.isfinite(train_tokens)
@@ -211,7 +211,7 @@ def _x_by_button(run: RunRecord, rows: MetricsRows) -> dict[str, np.ndarray]:
 
 
 def _chart_panels(runs: Sequence[RunRecord], run_names: list[str]) -> Markup | None:
-    """Return the charts of the runs over each axis, with a button for each axis."""
+    """Return the charts of the runs over each axis, with a button for each axis; `None` if there is no chart."""
     panel_elements, button_elements = [], []
     for index, (button_text, axis) in enumerate(_AXES.items()):
         charts = _charts(runs, run_names, button_text, axis)
@@ -225,12 +225,12 @@ def _chart_panels(runs: Sequence[RunRecord], run_names: list[str]) -> Markup | N
 
 
 def _charts(runs: Sequence[RunRecord], run_names: list[str], button_text: str, axis: Axis) -> list[Markup]:
-    """Return the charts over one axis: the held-out and the training loss as wide as the page, then the others."""
+    """Return the charts over one axis: first the two losses, as wide as the page, and then the other metrics."""
     metric_names = list(dict.fromkeys(name for run in runs for name in run.own_metric_names))
     unit = runs[0].loss_unit if len({run.loss_unit for run in runs}) == 1 else ""
 
     def chart(kind: str, field: str, title: str, **options: Any) -> Markup:
-        """Return the chart of one field of one kind of rows."""
+        """Return the chart of one metrics field, from the rows of one kind."""
         curves = []
         for index, (run, name) in enumerate(zip(runs, run_names, strict=True)):
             rows = run.rows(kind)
@@ -268,7 +268,7 @@ def _charts(runs: Sequence[RunRecord], run_names: list[str], button_text: str, a
 
 
 def _difference_table(runs: Sequence[RunRecord], run_names: list[str]) -> Markup | None:
-    """Return a table of the fields of experiment and plan that differ between the runs."""
+    """Return a table of the fields of experiment and plan that differ between the runs; `None` if no field differs."""
     fields_by_run = [flatten({**run.experiment, "plan": run.plan}) for run in runs]
     field_paths = list(dict.fromkeys(path for fields in fields_by_run for path in fields))
     texts_by_path = {
@@ -285,7 +285,7 @@ def _difference_table(runs: Sequence[RunRecord], run_names: list[str]) -> Markup
 
 
 def _time_sheets(runs: Sequence[RunRecord], run_names: list[str]) -> Markup | None:
-    """Return a sheet for each run with its seconds by phase, as a bar and a table; `None` if nothing is recorded."""
+    """Return a sheet for each run, with a bar and a table of its seconds by phase; `None` if nothing is recorded."""
     sheets = []
     for index, (run, name) in enumerate(zip(runs, run_names, strict=True)):
         run_hours = hours(run.directory)

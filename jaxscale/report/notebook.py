@@ -1,7 +1,7 @@
-"""Pictures of values for notebooks, from the drawings of the report: a mesh, a plan, an experiment, a schedule, a step.
+"""Pictures of values for notebooks, in the style of the report: of a mesh, plan, experiment, schedule or train step.
 
-Nothing here traces, compiles, or imports JAX. A picture is a page in a frame, in light or dark mode. A page that is
-higher than its frame, in a narrow window, scrolls.
+This module does not trace, compile, or import JAX. A picture is an HTML page in a frame, in light or dark mode. If the
+page is higher than its frame, as in a narrow window, it scrolls.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ from jaxscale.values.short_repr import short_repr
 from jaxscale.values.units import count
 
 MAX_ACTIONS = 2000
-"""Largest number of a schedule's actions that are drawn: more take too long, and would be too narrow."""
+"""Largest number of actions of a schedule that is drawn. Drawing more takes too long, and they would be too narrow."""
 MAX_TEXT = 300
-"""Largest number of characters that are shown of a value's text."""
+"""Largest number of characters of a value's text that are shown."""
 USUAL_STEPS = 1000
-"""Number of updates over which the learning rates of an optimizer without an experiment are drawn."""
+"""Number of updates over which an optimizer's learning rates are drawn if no experiment gives the number."""
 
 _STYLE = (
     "main{padding:10px 12px 14px;max-width:960px;margin:0}h3{margin:14px 0 8px}main>:first-child h3,h3:first-child{"
@@ -37,7 +37,7 @@ _STYLE = (
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """What a notebook shows of a value.
+    """The picture of a value in a notebook.
 
     Args:
         content: the HTML.
@@ -49,7 +49,7 @@ class Picture:
 
 
 def html_of(value: Any) -> str | None:
-    """Return a value's picture as HTML in a frame; `None` if there is none, as for a schedule with too many actions.
+    """Return a value's picture as HTML in a frame; `None` without a picture, as for a schedule with too many actions.
 
     Args:
         value: a value of a class in `PICTURES`.
@@ -67,13 +67,13 @@ def html_of(value: Any) -> str | None:
 
 
 def _picture(value: Any) -> Picture | None:
-    """Return the picture of a value, by the name of its class."""
+    """Return the picture of a value, drawn by the function in `PICTURES` for its class; `None` without a picture."""
     class_names = [cls.__name__ for cls in type(value).__mro__]
     return next((PICTURES[class_name](value) for class_name in class_names if class_name in PICTURES), None)
 
 
 def _stack(headings_and_pictures: Sequence[tuple[str, Picture | None]]) -> Picture:
-    """Return one picture with all pictures below one another, each under its heading, without those that are `None`."""
+    """Return one picture that stacks pictures vertically, each under its heading. A picture may be `None`: skip it."""
     shown_headings_and_pictures = [
         (heading, picture) for heading, picture in headings_and_pictures if picture is not None
     ]
@@ -87,7 +87,7 @@ def _stack(headings_and_pictures: Sequence[tuple[str, Picture | None]]) -> Pictu
 
 
 def _mesh_grid(size_by_axis: Mapping[str, int]) -> Picture:
-    """Return the picture of a mesh's devices as a grid, from the number of devices along each axis."""
+    """Return the picture of a mesh as a grid of devices, given the number of devices along each axis."""
     axis_sizes = {axis: length for axis, length in size_by_axis.items() if length > 1}
     device_count = math.prod(axis_sizes.values())
     lengths = list(axis_sizes.values())
@@ -100,7 +100,10 @@ def _mesh_grid(size_by_axis: Mapping[str, int]) -> Picture:
 
 
 def _plan_picture(plan: Any, experiment: Mapping[str, Any] | None = None) -> Picture:
-    """Return the picture of a plan: its effects in words, its mesh and pipeline; `experiment` has the batch size."""
+    """Return the picture of a plan: its effects in words, its mesh, and its pipeline.
+
+    `experiment` is the JSON of an experiment, which has the batch size; `None` for a plan alone.
+    """
     plan_json = to_json(plan)
     topics_and_sentences = plan_in_words(plan_json, {}, dict(experiment or {}))
     topic_list = element(
@@ -171,7 +174,7 @@ def _rate_picture(optimizer: Any, steps: int) -> Picture:
 
 
 def _schedule_picture(schedule: Any) -> Picture | None:
-    """Return the timeline of a schedule whose passes all take equally long; `None` if it has too many actions."""
+    """Return the timeline of a schedule, with equal times for all passes; `None` if it has too many actions."""
     from jaxscale.pipeline.clock.costs import Costs
     from jaxscale.pipeline.clock.simulate import simulate
 
@@ -193,7 +196,7 @@ def _simulation_picture(simulation: Any) -> Picture | None:
 
 
 def _pipeline_picture(plan: Any) -> Picture | None:
-    """Return the timeline of the schedule that a plan names; `None` if it is chosen or read later, or too long."""
+    """Return the timeline of a plan's schedule; `None` if the schedule is still unknown, or has too many actions."""
     from jaxscale.pipeline.charts.draw import schedule_to_draw
 
     if plan.name in ("auto", "file") or (plan.ranks or 1) * (plan.microbatches or 1) > MAX_ACTIONS // 2:
@@ -202,7 +205,7 @@ def _pipeline_picture(plan: Any) -> Picture | None:
 
 
 def _step_picture(step: Any) -> Picture:
-    """Return the picture of a train step: its description, its mesh, and where the largest parameters lie."""
+    """Return the picture of a train step: its description, its mesh, and the placement of the largest parameters."""
     layout = step.layout.table()
     description_lines = [f"{count(step.parameters)} numbers are trained.", *step.describe()]
     description = Picture(
@@ -230,4 +233,4 @@ PICTURES: Mapping[str, Callable[[Any], Picture | None]] = {
     "Simulation": _simulation_picture,
     "TrainStep": _step_picture,
 }
-"""The function that draws the values of each class, by the name of the class."""
+"""The function that draws values of each class, by the name of the class."""

@@ -1,8 +1,8 @@
 """Write report.html, a self-contained page about a run, from the files in the run's folder, without JAX.
 
 The page contains its style, its small script and its charts. It can be opened from disk or from an email, in a wide or
-narrow window, in light or dark mode, and shows all its content even without the script. The page has sections, and a
-section consists of "sheets": boxes with a heading.
+narrow window, in light or dark mode. It shows all its content even if scripts are disabled. The page has sections, and
+a section consists of "sheets": boxes with a heading.
 """
 
 import itertools
@@ -39,9 +39,9 @@ _EVENT_COLORS = {
     "finished": 3,
 }
 _FOR_DEVELOPERS = ("compile", "kernels", "predicted", "hours")
-"""Events whose facts are shown elsewhere on the page, or that only help developers of jaxscale."""
+"""Events whose content is shown elsewhere on the page, or is useful only to developers of jaxscale."""
 _SAMPLE_CHARACTERS = 4000
-"""Largest number of characters that the page shows of a sample."""
+"""Largest number of characters of a sample that the page shows."""
 _MAX_EVENT_ROWS = 60
 """Largest number of rows in the table of events."""
 
@@ -68,7 +68,7 @@ def write_report(run_dir: Any) -> Any:
 
 def report_html(run: RunRecord) -> str:
     """Return the report of a run as an HTML page."""
-    with np.errstate(all="ignore"):  # a damaged row may hold any number
+    with np.errstate(all="ignore"):  # a damaged row may contain any number
         header = _header(run)
         sections = {
             "Training": _chart_sheets(run),
@@ -87,8 +87,8 @@ def page_of(title: str, header: Markup, sections: Mapping[str, Any], directories
     Args:
         title: title of the page.
         header: the content above the sections.
-        sections: the content of each section by its title; a section without content is left out.
-        directories_text: the run directories, for the last line.
+        sections: the content of each section, by the section's title; a section without content is left out.
+        directories_text: text with the run directories, for the last line of the page.
     """
     style, script = (Path(__file__).with_name(name).read_text("utf-8") for name in ("report.css", "report.js"))
     time_text = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
@@ -107,7 +107,7 @@ def sheet(title: str | None, *content: Any) -> Markup:
 
 
 def _header(run: RunRecord) -> Markup:
-    """Return the top of the page: the run's name, status, origin and figures, and the files that cannot be read."""
+    """Return the top of the page: the run's name, status, origin and figures, and notes on unreadable files."""
     start_time = next((row["time"] for row in run.metrics if isinstance(row.get("time"), int | float)), None)
     origin_texts = [run.path]
     origin_texts += [f"variant {run.source['variant']}"] if run.source.get("variant") else []
@@ -128,7 +128,7 @@ def _header(run: RunRecord) -> Markup:
 def _figure_list(run: RunRecord) -> Markup | None:
     """Return a list of the run's most important figures, each with a name and a note; `None` if there are none."""
     train_rows = run.rows("train")
-    # step and value of each loss, by the loss's name
+    # step and value of each loss, by the name of the loss
     losses: dict[str, tuple[int, Any] | None] = {f"Best held-out {run.measure}": run.best}
     if run.final != run.best:
         losses[f"Last held-out {run.measure}"] = run.final
@@ -162,7 +162,7 @@ def _figure_list(run: RunRecord) -> Markup | None:
 
 
 def _chart_sheets(run: RunRecord) -> list[Markup]:
-    """Return the chart of the loss, as wide as the page, and smaller charts of other metrics to show below it."""
+    """Return the chart of the loss, as wide as the page, and then smaller charts of other metrics."""
     train_rows, held_out_rows = run.rows("train"), run.rows("eval")
     steps = train_rows.column("step")
     losses = train_rows.column("loss")
@@ -213,12 +213,12 @@ def _chart_sheets(run: RunRecord) -> list[Markup]:
 
 
 def held_out_set_names(rows: MetricsRows) -> list[str]:
-    """Return the names of the held-out sets whose losses evaluations report."""
+    """Return the names of the held-out sets whose losses are in the rows."""
     return sorted({name.removesuffix("/loss") for row in rows for name in row if name.endswith("/loss")})
 
 
 def _own_metric_charts(run: RunRecord, set_names: list[str]) -> list[Markup]:
-    """Return a chart for each number beside the loss, with a curve for each held-out set that has it."""
+    """Return a chart for each evaluation metric other than the loss, with a curve for each held-out set."""
     rows = run.rows("eval")
     charts = []
     for metric_name in dict.fromkeys(name.rpartition("/")[2] for name in run.own_metric_names):
@@ -236,7 +236,7 @@ def _own_metric_charts(run: RunRecord, set_names: list[str]) -> list[Markup]:
 def _metric_chart(
     rows: MetricsRows, field_name: str, title: str, *, color: int, from_zero: bool = True, **options: Any
 ) -> Markup:
-    """Return the chart of one field of the metrics, with options of `line_chart`; empty without a finite value."""
+    """Return the chart of one field of the metrics; "" if no value is finite. `options` are those of `line_chart`."""
     steps, values = rows.column("step"), rows.column(field_name)
     curves = [Series(title.lower(), steps, values, "line", color)]
     if len(values) > 200 and field_name not in ("learning_rate", "memory_bytes"):
@@ -246,7 +246,7 @@ def _metric_chart(
 
 
 def _rate_chart(rows: MetricsRows) -> Markup:
-    """Return the chart of the learning rate, with a line for each group of parameters that has one of its own."""
+    """Return the chart of the learning rate. A group of parameters with its own learning rate has its own curve."""
     prefix = "learning_rate/"
     column_names = list(
         dict.fromkeys(column_name for row in rows for column_name in row if column_name.startswith(prefix))
@@ -269,7 +269,7 @@ def _rate_chart(rows: MetricsRows) -> Markup:
 
 
 def _plan_sheets(run: RunRecord) -> list[Markup]:
-    """Return the plan in words beside pictures of mesh and memory, and a table of the largest parameters below."""
+    """Return sheets about the plan: its effects in words, pictures of mesh and memory, and the largest parameters."""
     topics_and_sentences = plan_in_words(run.plan, run.layout, run.experiment)
     topics_and_sentences += [] if run.kernels is None else [(f"Kernels used on {run.kernels[0]}", run.kernels[1])]
     axis_sizes = axis_sizes_of_run(run.plan, run.layout)
@@ -309,20 +309,20 @@ def _plan_sheets(run: RunRecord) -> list[Markup]:
 
 
 def _time_sheet(run: RunRecord) -> Markup | None:
-    """Return a sheet with the seconds of each phase, and the seconds lost to failures; `None` if none are recorded."""
+    """Return a sheet with the seconds in each phase and the seconds lost to failures; `None` if none are recorded."""
     run_hours = hours(run.directory)
     bar = None if run_hours is None else hours_bar(run_hours)
     return sheet(None, bar) if bar else None
 
 
 def _sample_sheets(samples: Iterable[Sample]) -> list[Markup]:
-    """Return sheets with the newest samples, and a collapsed section with some of the earlier ones."""
+    """Return sheets with the newest samples, and a collapsed section with some of the earlier samples."""
     sorted_samples = sorted(samples, key=lambda sample: -sample.step)
     newest_samples = [sample for sample in sorted_samples if sample.step == sorted_samples[0].step]
     older_samples = sorted_samples[len(newest_samples) :]
     sheets = [_sample_sheet(sample) for sample in newest_samples[:6]]
     if older_samples:
-        # show a few, spread over the run
+        # show a few earlier samples, spread over the run
         shown_samples = [older_samples[index] for index in spread_indices(len(older_samples), 12)]
         shown_text = f"{len(shown_samples)} of " if len(shown_samples) < len(older_samples) else ""
         heading = element("summary", f"Earlier samples ({shown_text}{len(older_samples)})")
@@ -331,7 +331,7 @@ def _sample_sheets(samples: Iterable[Sample]) -> list[Markup]:
 
 
 def _sample_sheet(sample: Sample) -> Markup:
-    """Return a sheet with a sample, with the prompt marked, and the text cut to `_SAMPLE_CHARACTERS`."""
+    """Return a sheet with a sample. The prompt is highlighted, and the text is cut to `_SAMPLE_CHARACTERS`."""
     text, prompt = sample.text[:_SAMPLE_CHARACTERS], sample.prompt[:_SAMPLE_CHARACTERS].lstrip("\n")
     omitted_count = len(sample.text) - len(text)
     note = f"… {omitted_count:,} more characters in samples.txt"
@@ -349,7 +349,7 @@ def _visible_text(text: str) -> str:
 
 
 def _event_sheet(run: RunRecord) -> Markup | None:
-    """Return a sheet with a timeline for the events of each name, and a table of all events below; `None` for none."""
+    """Return a sheet with a timeline for the events of each name, and tables of the events; `None` without events."""
     all_rows = run.rows("event")
     if not all_rows:
         return None
@@ -380,7 +380,7 @@ def _event_list(rows: MetricsRows, title: str, *, is_open: bool) -> Markup:
     Args:
         rows: the events.
         title: beginning of the section's heading.
-        is_open: whether a short table is shown at first.
+        is_open: whether the section is open at first, if its table is short.
     """
     event_rows = _grouped_events(rows)
     event_grid = table(
@@ -412,7 +412,7 @@ def _grouped_events(rows: MetricsRows) -> list[tuple[str, str, str]]:
 
 
 def _detail_text(row: dict[str, Any]) -> str:
-    """Return the fields of an event as text, without words that units imply: "step 30.0 ms, temp 2.96 MiB"."""
+    """Return the fields of an event as text, such as "step 30.0 ms, temp 2.96 MiB", without words that units imply."""
     field_texts: list[str] = []
     for name, value in row.items():
         if name in ("step", "kind", "time", "name") or value is None:
@@ -427,7 +427,7 @@ def _detail_text(row: dict[str, Any]) -> str:
 
 
 def _reproduction_sheet(run: RunRecord) -> Markup | None:
-    """Return a sheet with the command that repeats the run, the versions, and all fields of experiment and plan."""
+    """Return a sheet with the command that repeats the run, the origin, and all fields; `None` if nothing is known."""
     sha256 = run.source.get("sha256")
     source_facts = {"SHA-256 of the file": sha256} if sha256 else {}
     source_facts |= run.origin
@@ -441,13 +441,13 @@ def _reproduction_sheet(run: RunRecord) -> Markup | None:
 
 
 def _fact_table(facts: dict[str, Any]) -> Markup:
-    """Return a table with a row for the name and the value of each fact."""
+    """Return a table with two columns: the name and the value of each fact."""
     rows = [(name, element("span", str(value)[:400], class_="mono")) for name, value in facts.items()]
     return table(rows, class_="facts")
 
 
 def flatten(json_object: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a nested JSON object by their dotted paths, which begin with `prefix`."""
+    """Return the values of a nested JSON object, by dotted path. Every path begins with `prefix`."""
     value_by_path: dict[str, Any] = {}
     for name, value in json_object.items():
         value_by_path |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}

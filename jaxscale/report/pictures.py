@@ -1,6 +1,6 @@
 """Draw a run's layout as HTML: the mesh of devices, the shards of parameters, and the memory by kind of tensor.
 
-Colors are numbers in the page's palette. Axis sizes are the numbers of devices along the mesh axes, by axis name.
+A color is a number in the page's palette. Axis sizes are the numbers of devices along the mesh axes, by axis name.
 """
 
 import math
@@ -40,7 +40,7 @@ def mesh_picture(axis_sizes: dict[str, int], device_count: int) -> Markup:
 
     Args:
         axis_sizes: number of devices along each axis, by axis name, without axes of one device.
-        device_count: number of devices, which is used only if the mesh has no axis.
+        device_count: number of devices; it is used only if `axis_sizes` is empty.
     """
     axes_and_sizes = list(axis_sizes.items())
     lengths = [length for _, length in axes_and_sizes] or [max(1, device_count)]
@@ -79,12 +79,12 @@ def _axis_color(axis: str) -> int:
 
 
 def _swatch(color: int, **attributes: str) -> Markup:
-    """Return a small box in a color of the page's palette, with HTML attributes."""
+    """Return a small colored box with HTML attributes; `color` is a number in the page's palette."""
     return element("i", class_=f"c{color}", **attributes)
 
 
 def _drawn_indices(length: int) -> list[int | None]:
-    """Return the indices of the devices that are drawn along an axis of `length` devices; `None` is a gap."""
+    """Return the indices of the devices to draw along an axis of `length` devices. `None` stands for a gap."""
     return [*range(length)] if length <= _MAX_DRAWN else [*range(_MAX_DRAWN - 2), None, length - 1]
 
 
@@ -92,8 +92,8 @@ def _group_name(group_axes_and_sizes: Sequence[tuple[str, int]], index: int) -> 
     """Return the name of a group of devices, such as "replica 0, data 3".
 
     Args:
-        group_axes_and_sizes: name and number of devices of each axis that forms groups.
-        index: index of the group; the index counts along the last axis first.
+        group_axes_and_sizes: (name, number of devices) of each axis that forms groups.
+        index: index of the group; groups are counted along the last axis first.
     """
     indices = np.unravel_index(index, [length for _, length in group_axes_and_sizes])
     return ", ".join(
@@ -102,15 +102,15 @@ def _group_name(group_axes_and_sizes: Sequence[tuple[str, int]], index: int) -> 
 
 
 def shard_picture(shape: Sequence[int], shard_counts: Sequence[int]) -> Markup:
-    """Draw a parameter as a rectangle divided into shards, with the first device's shard filled.
+    """Draw a parameter as a rectangle divided into shards. The first device's shard is filled.
 
-    A parameter with more than two dims is drawn with a second rectangle at the back.
+    For a parameter with more than two dims, a second rectangle is drawn behind the first one.
 
     Args:
         shape: shape of the parameter.
         shard_counts: number of shards along each dim.
     """
-    # size and number of shards of each dim
+    # (size, number of shards) of each dim
     sizes_and_shard_counts = list(zip(shape, shard_counts, strict=True)) or [(1, 1)]
     row_count, row_shard_count = sizes_and_shard_counts[-2] if len(sizes_and_shard_counts) > 1 else (1, 1)
     column_count, column_shard_count = sizes_and_shard_counts[-1]
@@ -137,12 +137,12 @@ def shard_picture(shape: Sequence[int], shard_counts: Sequence[int]) -> Markup:
 
 
 def parameter_table(entries: Sequence[Any], axis_sizes: dict[str, int], max_rows: int = 12) -> Markup:
-    """Return a table of the largest parameters, with shape, placement on the mesh, and bytes in total and per device.
+    """Return a table of the largest parameters: shape, placement on the mesh, bytes in total, and bytes per device.
 
     Args:
         entries: the entries for parameters in layout.json, as dicts.
         axis_sizes: number of devices along each axis, by axis name.
-        max_rows: largest number of parameters that have a separate row; one more row sums up the others.
+        max_rows: largest number of parameters that have a separate row; one more row sums up all other parameters.
     """
     valid_entries = [
         entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("shape"), list | tuple)
@@ -162,13 +162,13 @@ def parameter_table(entries: Sequence[Any], axis_sizes: dict[str, int], max_rows
     sum_rows = []
     if other_entries:
         sum_rows = [("", f"{count(len(other_entries))} smaller ones", "", "", "", *_byte_texts(other_entries))]
-    headings = ("", "Parameter", "Shape", "Sharded over", "Type", "Whole", "Per device")  # report.css repeats the last
+    headings = ("", "Parameter", "Shape", "Sharded over", "Type", "Whole", "Per device")  # report.css repeats two
     parameter_grid = table(rows, headings, numeric=(5, 6), name_column=1, extra_rows=sum_rows, class_="parameters")
     return element("div", parameter_grid, class_="scroll")
 
 
 def _byte_texts(entries: Sequence[Any]) -> list[str]:
-    """Return two texts about all given parameters together: their bytes as a whole, and their bytes per device."""
+    """Return two texts: the total bytes of all parameters in `entries`, and their bytes per device."""
     return [size(sum(float(entry.get(field) or 0) for entry in entries)) for field in ("bytes", "bytes_per_device")]
 
 
@@ -176,7 +176,7 @@ def _axes_by_dim(spec: Any, dim_count: int) -> list[list[str]]:
     """Return the mesh axes that shard each dim, from a spec in layout.json.
 
     Args:
-        spec: for each dim, `None`, the name of a mesh axis, or several names; trailing dims may be missing.
+        spec: for each dim: `None`, the name of a mesh axis, or a list of names. Trailing dims may be missing.
         dim_count: number of dims.
     """
     dim_specs = list(spec) if isinstance(spec, list | tuple) else []
@@ -188,7 +188,7 @@ def _axes_by_dim(spec: Any, dim_count: int) -> list[list[str]]:
 
 
 def _axis_tags(axes_by_dim: list[list[str]], axis_sizes: dict[str, int]) -> list[Markup]:
-    """Return a tag for each mesh axis of more than one device that shards a dim, given the axes of each dim."""
+    """Return a tag for each mesh axis that shards a dim, given the axes of each dim; axes of one device have no tag."""
     tags = [
         element("span", f"dim {dim} on {axis}", class_=f"tag c{_axis_color(axis)}")
         for dim, axes in enumerate(axes_by_dim)
@@ -199,12 +199,12 @@ def _axis_tags(axes_by_dim: list[list[str]], axis_sizes: dict[str, int]) -> list
 
 
 def _breakable_name(name: str) -> list[Any]:
-    """Return a name as HTML that may be wrapped after each separator."""
+    """Return a name as HTML in which a line may break after each separator."""
     return [[part, element("wbr") if part in "./_" else None] for part in re.split("([./_])", name) if part]
 
 
 def hours_bar(hours: Hours) -> Markup:
-    """Draw the seconds of a run by phase, as a bar and a table; "" if there are none."""
+    """Draw a bar and a table of a run's seconds by phase; return "" if there are no seconds."""
     phases_and_seconds = sorted(hours.seconds_by_phase.items(), key=lambda phase_and_seconds: -phase_and_seconds[1])
     phases_and_seconds = [
         phase_and_seconds for phase_and_seconds in phases_and_seconds if phase_and_seconds[1] >= 0.001 * hours.seconds
@@ -226,10 +226,10 @@ def hours_bar(hours: Hours) -> Markup:
 
 
 def memory_bar(bytes_by_kind: dict[str, float], capacity_bytes: float | None = None) -> Markup:
-    """Draw the bytes per device by kind of tensor, as a bar and a table.
+    """Draw a bar and a table of the bytes per device, by kind of tensor.
 
     Args:
-        bytes_by_kind: bytes by kind of tensor; kinds without bytes are left out.
+        bytes_by_kind: bytes by kind of tensor; kinds with 0 bytes are left out.
         capacity_bytes: bytes of the device's memory; `None` if unknown.
     """
     shown_bytes_by_kind = {

@@ -1,7 +1,7 @@
-"""Describe a plan in words: the effect of each choice in plan.json, and of a user's own schedule, on the run.
+"""Describe a plan in words: the effect of each choice in plan.json on the run, and of a user's own schedule.
 
-The descriptions are derived from the JSON instead of `Plan`, so that plans of older and newer versions can be
-described. A field that no sentence describes is shown as its name and value.
+The descriptions are derived from the JSON and not from `Plan`, so that plans of older and newer versions can be
+described. If no sentence describes a field, its name and value are shown.
 """
 
 import math
@@ -62,8 +62,8 @@ def axis_sizes_of_mesh(mesh: Any) -> dict[str, int]:
     """Return the number of devices along each axis of a mesh, without axes of one device.
 
     Args:
-        mesh: text such as "data:2,fsdp:4", or a dict of axis sizes. For any other value, and for a mesh of more than
-            2^31 devices, the result is empty.
+        mesh: text such as "data:2,fsdp:4", or a dict of axis sizes. For any other value, the result is empty, and also
+            for a mesh of 2^31 devices or more.
 
     Example:
         >>> axis_sizes_of_mesh("data:2,fsdp:4"), axis_sizes_of_mesh({"data": 1, "tensor": 2}), axis_sizes_of_mesh(None)
@@ -79,7 +79,7 @@ def axis_sizes_of_mesh(mesh: Any) -> dict[str, int]:
 
 
 def axis_sizes_of_run(plan: dict[str, Any], layout: dict[str, Any]) -> dict[str, int]:
-    """Return the number of devices along each axis of a run's mesh, from layout.json or else from the plan.
+    """Return the number of devices along each axis of a run's mesh. If `layout` has no mesh, it is that of the plan.
 
     Example:
         >>> axis_sizes_of_run({"mesh": "data:2"}, {"mesh": {"fsdp": 4}}), axis_sizes_of_run({"mesh": "data:2"}, {})
@@ -89,7 +89,7 @@ def axis_sizes_of_run(plan: dict[str, Any], layout: dict[str, Any]) -> dict[str,
 
 
 def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the effects of a plan, as pairs of a topic and its sentences.
+    """Return the effects of a plan as pairs (topic, sentences).
 
     Args:
         plan: content of plan.json; fields may be missing.
@@ -188,16 +188,16 @@ _DESCRIBED_FIELDS = (
     "version", "type", "mesh", "zero", "sequence_parallel", "microbatches", "pipeline", "precision", "matmul", "reduce",
     "diloco", "memory", "offload", "state", "kernels", "unroll", "rules", "compiler",
 )  # fmt: skip
-"""Fields that sentences describe, or that have no effect by themselves."""
+"""Fields that the sentences describe, or that have no effect by themselves."""
 
 
 def _object(value: Any) -> dict[str, Any]:
-    """Return a JSON object, or an empty one for any other JSON value."""
+    """Return a JSON object unchanged; for any other JSON value, return an empty dict."""
     return value if isinstance(value, dict) else {}
 
 
 def _rate_sentences(optimizer: dict[str, Any]) -> list[str]:
-    """Return a sentence for each learning rate that a function of the user's own returns, from an optimizer's JSON."""
+    """Return a sentence for each schedule that is the user's own function, given the JSON of an optimizer."""
     groups = _object(optimizer.get("groups"))
     owners_and_fields = [
         ("", optimizer),
@@ -214,13 +214,13 @@ def _rate_sentences(optimizer: dict[str, Any]) -> list[str]:
 
 
 def _option_values(text: str) -> dict[str, str]:
-    """Return the values in a text such as "stages=4,stash=input", by name; words without a value are left out."""
+    """Return the values in a text such as "stages=4,stash=input", by name. Words without a value are left out."""
     option_parts = (option_text.partition("=") for option_text in text.split(","))
     return {name.strip(): value.strip() for name, equals_sign, value in option_parts if equals_sign}
 
 
 def _kernel_topics(kernels_text: str) -> list[tuple[str, str]]:
-    """Return pairs of a topic and its sentence about loss, attention and other kernels, from a plan's `kernels`."""
+    """Return pairs (topic, sentence) about loss, attention and other kernels, from the text of a plan's `kernels`."""
     option_values = _option_values(kernels_text)
     topics_and_sentences = []
     chunk_text = option_values.pop("loss_chunk", None)
@@ -238,7 +238,7 @@ def _kernel_topics(kernels_text: str) -> list[tuple[str, str]]:
 
 
 def _pipeline_sentences(pipeline_text: str) -> str:
-    """Return sentences about the effects of the options in the text of a pipeline."""
+    """Return sentences about the effects of a pipeline's options, given the text of the pipeline."""
     option_values = _option_values(pipeline_text)
     stages_text = option_values.get("stages")
     blocks_text = "with equal numbers of" if stages_text is None else f"of {stages_text.replace('+', ', ')}"
@@ -257,7 +257,7 @@ def _pipeline_sentences(pipeline_text: str) -> str:
 
 
 def _mesh_sentence(axis_sizes: dict[str, int], *, is_automatic: bool) -> str:
-    """Return a sentence about the devices along each axis; `is_automatic` is true if the plan specified no mesh."""
+    """Return a sentence about the devices along each axis. `is_automatic`: whether the plan did not specify a mesh."""
     device_count = math.prod(axis_sizes.values())
     axis_phrases = [f"along {axis} ({_AXIS_PHRASES.get(axis, 'a custom axis')})" for axis in axis_sizes]
     if not axis_sizes:
@@ -272,7 +272,7 @@ def _mesh_sentence(axis_sizes: dict[str, int], *, is_automatic: bool) -> str:
 
 
 def _batch_sentence(row_count: int, axis_sizes: dict[str, int], microbatch_count: int) -> str:
-    """Return a sentence about the rows of the global batch, their division over devices, and the microbatches."""
+    """Return a sentence about the global batch: its rows, their division over devices, and the microbatches."""
     part_count = axis_sizes.get("replica", 1) * axis_sizes.get("data", 1) * axis_sizes.get("fsdp", 1)
     text = f"{row_count:,} rows"
     if part_count > 1 and row_count % part_count == 0:
@@ -283,7 +283,7 @@ def _batch_sentence(row_count: int, axis_sizes: dict[str, int], microbatch_count
 
 
 def _precision_sentences(plan: dict[str, Any]) -> str:
-    """Return sentences about the dtypes of the computation, of matrix products and of the reduction of gradients."""
+    """Return sentences about the dtypes of the computation, the matrix products and the gradient reduction."""
     precision, matmul = plan["precision"], str(plan.get("matmul"))
     pass_text = _MATMUL.get(matmul)
     products_text = f" Layers round the operands of products to {_PRODUCTS[matmul]}." if matmul in _PRODUCTS else ""

@@ -32,7 +32,7 @@ def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> s
     Args:
         run_dir: the run's folder; any of its files may be missing.
         color: whether to use terminal colors.
-        width: number of columns; by default the terminal's, but at most 100.
+        width: number of columns; by default the width of the terminal, but at most 100.
 
     Returns:
         The text, without a newline at the end.
@@ -60,7 +60,7 @@ def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> s
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row(Text(run.name, style="bold not dim"), Text(status_text, style=f"bold {status_color}"))
-    with np.errstate(all="ignore"):  # a damaged row may hold any number
+    with np.errstate(all="ignore"):  # a damaged row may contain any number
         rows = _summary_rows(run)
     for name, text in rows:
         table.add_row(name, Text(text))
