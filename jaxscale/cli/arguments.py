@@ -1,4 +1,4 @@
-"""The parser of the command line, which rejects unknown names and values of a wrong type before JAX is imported.
+"""The parser of the command line. It rejects unknown names and values of a wrong type before JAX is imported.
 
 A parser from a library would need all flags in advance. But fields of the experiment, as in `--model.embed 256`, are
 known only after the experiment's file has been imported, along with JAX. A field of a subcommand is set either by a
@@ -18,14 +18,14 @@ from jaxscale.values.read_files import whole_number
 
 HELP = ("-h", "--help")
 LONG_FLAG = {"-o": "--out"}
-"""The long flag for each flag of one letter."""
+"""The long form of each one-letter flag."""
 COMMON_FIELDS = (
     "model.embed", "model.layers", "optimizer.learning_rate", "optimizer.weight_decay", "plan.memory", "plan.mesh",
     "plan.microbatches", "plan.pipeline", "plan.precision", "plan.zero",
 )  # fmt: skip
-"""Fields of most experiments, which flags without a path may mean."""
+"""Fields that most experiments have. An unknown flag without a path may be a typo of one of these."""
 FIELD_OF_FLAG = {"optimizer": "optimizer.name", "from": "from_step"}
-"""The field that a flag of another name sets: `--optimizer muon` sets `optimizer.name`; `from` is a keyword."""
+"""The field that a flag sets if its name differs: `--optimizer muon` sets `optimizer.name`. (`from` is a keyword.)"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Arguments:
     Args:
         command: name of the subcommand; `None` for the help of the whole program.
         values: values of the subcommand's fields, by name.
-        fields: new values of fields of the experiment, as texts, by the fields' dotted paths.
+        fields: texts of new values for the experiment's fields, by dotted path.
         is_help: whether to show help instead of running the subcommand.
     """
 
@@ -141,7 +141,7 @@ def read(argv: Sequence[str]) -> Arguments:
 
 
 def _positional_values(command_name: str, positional_words: Sequence[str], is_help: bool) -> dict[str, Any]:
-    """Return the values of the fields that positional words set, by name; with `is_help`, any words are valid."""
+    """Return the values that positional words give to fields, by name. With `is_help`, any number of words is valid."""
     fields = words_of(COMMANDS[command_name])
     missing_names = [field.name for field in fields[len(positional_words) :] if field.default is dataclasses.MISSING]
     if missing_names and not is_help:
@@ -158,7 +158,7 @@ def _positional_values(command_name: str, positional_words: Sequence[str], is_he
 
 
 def _launch_mistake_text(words: Sequence[str]) -> str:
-    """Return the error message for `launch train` or `launch finetune`, in which the second word is wrong."""
+    """Return the error message for the mistake `launch train` or `launch finetune`."""
     if words[0] == "train":
         return f"launch runs train by itself: leave the word out, as in jaxscale launch {(*words[1:2], 'FILE')[0]} ..."
     return (
@@ -181,7 +181,7 @@ def synopsis(command_name: str) -> str:
 
 
 def _near_flag(word: str, field_names: Iterable[str], common_fields: Sequence[str] = ()) -> str:
-    """Return text that suggests the flag or common field most similar to a word, or lists all flags."""
+    """Return text that suggests the flag or common field most similar to a word, or else lists all flags."""
     flag_texts, common_texts = (
         [f"--{field_name.replace('_', '-')}" for field_name in names] for names in (field_names, common_fields)
     )

@@ -61,4 +61,4 @@ COMMANDS: dict[str, type[Command]] = {
     "docs": Docs,
 }
 TAKES_FIELDS = (Train, Finetune, Launch, ChoosePlan, Fit, Explain, Draw)
-"""The subcommands that set fields of an experiment; their method `run` takes `Arguments.fields`."""
+"""The subcommands that can set fields of an experiment. Their method `run` takes `Arguments.fields`."""

@@ -51,7 +51,7 @@ class Docs:
 
 
 def page_files() -> dict[str, Path]:
-    """Return the file of each page, by the page's name."""
+    """Return the file of each page, by the name of the page."""
     for folder in _PAGE_FOLDERS:
         if (folder / "index.md").exists():
             files = sorted(

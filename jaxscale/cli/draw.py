@@ -1,4 +1,4 @@
-"""The subcommand `draw`: chart one pipeline schedule, or several on one scale, and print their figures."""
+"""The subcommand `draw`: draw one pipeline schedule, or several on one time scale, and print their figures."""
 
 import dataclasses
 import os
@@ -134,14 +134,14 @@ class Draw:
             raise UserError("--cost and --experiment both specify the costs of stages: leave one out")
         from jaxscale.records.outline import outline
 
-        outline(self.experiment, self.variant)  # refuses a file or variant that does not exist
+        outline(self.experiment, self.variant)  # raises UserError for a file or variant that does not exist
         if self.platform is not None and self.devices is not None:
             raise UserError("--platform and --devices both specify the devices: leave one out")
         if self.platform is not None:
-            named_platform(self.platform)  # refuses an unknown platform
+            named_platform(self.platform)  # raises UserError for an unknown platform
 
     def _names_and_measurements(self, run_dir: str) -> "list[tuple[str, Simulation]]":
-        """Return pairs of a name and a `Simulation`: the run's measurement, and a simulation with the mean times."""
+        """Return two pairs (name, `Simulation`): the run's measurement, and a simulation with the mean times."""
         from jaxscale.pipeline.charts.draw import check_file
         from jaxscale.pipeline.clock.simulate import simulate
         from jaxscale.training.traced_actions import measured_run, traced_plan
@@ -156,7 +156,7 @@ class Draw:
         return [(f"{name} measured, {steps_text}", measurement), (f"{name} simulated with its means", simulation)]
 
     def _names_and_simulations(self, fields: Mapping[str, str]) -> "list[tuple[str, Simulation]]":
-        """Return pairs of the name and the simulation of each schedule."""
+        """Return a pair (name, simulation) for each schedule."""
         from jaxscale.pipeline.charts.draw import check_file
         from jaxscale.pipeline.clock.costs import Costs
         from jaxscale.pipeline.clock.simulate import simulate
@@ -177,7 +177,7 @@ class Draw:
         return [(name, simulate(schedule, costs, self.machine)) for name, schedule, costs in names_schedules_and_costs]
 
     def _plans_and_schedules(self, plans: "list[PipelinePlan]") -> "list[tuple[PipelinePlan, Schedule]]":
-        """Return pairs of a plan and its schedule."""
+        """Return a pair (plan, schedule) for each plan."""
         from jaxscale.pipeline.charts.draw import schedule_to_draw
 
         if plans and self.updates is not None and not any(plan.asynchronous for plan in plans):
@@ -187,12 +187,12 @@ class Draw:
     def _names_schedules_and_costs(
         self, file: str, fields: Mapping[str, str], plans_and_schedules: "list[tuple[PipelinePlan, Schedule]]"
     ) -> "list[tuple[str, Schedule, Costs]]":
-        """Return triples of the name, schedule and costs of each plan, with the costs of the experiment's stages.
+        """Return (name, schedule, costs) for each plan. The costs are those of the experiment's stages.
 
         Args:
             file: the experiment file.
-            fields: new values of fields of the experiment, as texts, by the fields' dotted paths.
-            plans_and_schedules: pairs of a plan and its schedule; if there are none, the experiment's plan is used.
+            fields: texts of new values for the experiment's fields, by dotted path.
+            plans_and_schedules: (plan, schedule) for each plan; if this is empty, the experiment's plan is used.
         """
         from jaxscale.planning.stage_prices import stage_costs
         from jaxscale.records.source import load_file
@@ -226,7 +226,7 @@ def _assigned_costs(experiment: "Experiment", devices_text: str, plan: "Pipeline
 
 
 def prices_of(text: str | None) -> dict[str, float]:
-    """Return the costs in a text such as "f=1,i=1.2,w=0.8", by the parameter of `Costs.alike` that each cost sets.
+    """Return the costs in a text such as "f=1,i=1.2,w=0.8", by the name of the parameter of `Costs.alike`.
 
     Raises:
         UserError: a letter is unknown or occurs twice, or a cost is not a number >= 0.
@@ -260,7 +260,7 @@ def prices_of(text: str | None) -> dict[str, float]:
 
 
 def split_schedules(text: str) -> list[str]:
-    """Return the schedules in the text of --compare; an option without a colon belongs to the preceding schedule.
+    """Return the schedules in the text of --compare. An option without a colon belongs to the preceding schedule.
 
     Example:
         >>> split_schedules("1f1b:8x32, interleaved:8x32,v=2,zb-v:8x32")

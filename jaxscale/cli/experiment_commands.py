@@ -1,7 +1,7 @@
 """The subcommands that take an experiment file: train, fit and explain.
 
-Each subcommand checks as much as possible before it imports JAX. The parameter `fields` of `run` holds the values that
-the command line gives to fields of the experiment, as texts, by the fields' dotted paths.
+Each subcommand checks as much as possible before it imports JAX. The parameter `fields` of `run` holds texts of new
+values for the experiment's fields, by dotted path.
 """
 
 import dataclasses
@@ -100,7 +100,7 @@ class Train:
         return 0
 
     def store_calibration(self, experiment: Any, run_dir: str) -> None:
-        """Store the calibration of this machine's chip from the steps of the run, and print it."""
+        """Compute a calibration of this machine's chip from the steps of the run, store it, and print it."""
         import numpy as np
 
         from jaxscale.planning.search.calibration import calibrate
@@ -115,9 +115,9 @@ class Train:
             print(calibrate(experiment, plan, platform_of("local"), step_seconds[np.isfinite(step_seconds)].tolist()))
 
     def chosen_plan(self, experiment: Any, fields: Mapping[str, str]) -> Any:
-        """Choose the best plan for this machine, print the choice, and return the plan; every process has the same.
+        """Choose the best plan for this machine, print the choice, and return the plan. All processes choose the same.
 
-        Without a limit, a part of the memory (`SPARED`) is left free, because estimates may be too low.
+        Without a limit, a share of the memory (`SPARED`) is left free, because estimates may be too low.
 
         Raises:
             UserError: no plan fits.
@@ -161,7 +161,7 @@ class Train:
         if self.profile is not None:
             from jaxscale.training.profile import ProfileRange
 
-            ProfileRange.parse(self.profile)  # refuses a text that is not a range
+            ProfileRange.parse(self.profile)  # raises UserError for a text that is not a range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Fit:
             platform = read_cluster(self.cluster).platform
             return dataclasses.replace(self, platform=platform, cluster=None).run(fields)
         _check_command(self)
-        bytes_of(self.host_limit, "--host-limit")  # refuses an invalid size
+        bytes_of(self.host_limit, "--host-limit")  # raises UserError for an invalid size
         from jaxscale.planning.fit import fit
 
         experiment, source = load_experiment(self, fields)
@@ -279,7 +279,7 @@ def _check_command(command: Train | Fit | Explain) -> None:
     from jaxscale.recipe.plan import read_plan
     from jaxscale.records.outline import outline
 
-    # each of these calls refuses an invalid value
+    # each of these calls raises UserError for an invalid value
     outline(command.file, command.variant)
     platform = None if isinstance(command, Train) else named_platform(command.platform)
     bytes_of(command.limit, "--limit")
@@ -293,14 +293,14 @@ def _check_command(command: Train | Fit | Explain) -> None:
 
 
 def check_page(path: str) -> None:
-    """Raise UserError if no page can be written to a path, before the page is computed."""
+    """Raise UserError if a page cannot be written to this path. Call this before the page is computed."""
     if not path.endswith((".html", ".svg")):
         raise UserError(f"--out {path}: expected a name that ends in .html or .svg")
     check_writable("--out", path)
 
 
 def check_writable(flag_name: str, path: str) -> None:
-    """Raise UserError if no file can be written to the path that a flag gives, before its content is computed."""
+    """Raise UserError if a flag's path cannot be written to. Call this before the content of the file is computed."""
     file = Path(path)
     try:
         is_new = not file.exists()
@@ -324,17 +324,17 @@ class ExperimentCommand(Protocol):
 
     @property
     def variant(self) -> str | None:
-        """One of the file's variants."""
+        """Name of one of the file's variants; `None` for `experiment()`."""
         ...
 
     @property
     def plan_file(self) -> str | None:
-        """The file of a plan that replaces the experiment's."""
+        """The plan.json file of a plan that replaces the experiment's plan."""
         ...
 
 
 def load_experiment(command: ExperimentCommand, fields: Mapping[str, str]) -> Any:
-    """Return the experiment of a subcommand's file, changed by the command line, and its `Source`, as a pair."""
+    """Return the experiment of a subcommand's file, with the changes of the command line, and its `Source`."""
     from jaxscale.recipe.plan import read_plan
     from jaxscale.records.source import load_file
 
@@ -356,14 +356,14 @@ def experiment_flags(command: type) -> list[str]:
 
 
 def named_platform(text: str) -> Any:
-    """Return the platform that a text names; `None` for "local", because only JAX can detect that platform."""
+    """Return the platform that a text specifies; `None` for "local", because only JAX can detect that platform."""
     from jaxscale.platforms.platform import Platform
 
     return None if text.strip().lower() == "local" else Platform.parse(text)
 
 
 def platform_of(text: str) -> Any:
-    """Return the platform that a text names; for "local", start JAX's backend and return the detected platform."""
+    """Return the platform that a text specifies. For "local", start JAX's backend and detect the platform."""
     from jaxscale.platforms.detect import detect, hush_absent_gpus
 
     hush_absent_gpus()

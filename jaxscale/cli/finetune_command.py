@@ -1,4 +1,4 @@
-"""The subcommand finetune: an experiment is made of a Hugging Face folder and a file of chats, and trained."""
+"""The subcommand finetune: make an experiment from a Hugging Face folder and a file of chats, and train it."""
 
 import dataclasses
 import shlex
@@ -109,7 +109,7 @@ class Finetune:
                 raise UserError(f"--{name}: got {number}, expected a whole number >= 1")
         from jaxscale.data.chat.chat_template import folder_tokenizer, read_template
 
-        # each of these calls refuses a folder that is not as described
+        # each of these calls raises UserError for a folder that is not as described
         read_template(self.pretrained)
         folder_tokenizer(self.pretrained)
 

@@ -1,6 +1,6 @@
 """Declare how the command line sets a field of a subcommand: by a positional word, or by a flag.
 
-A field that is declared without `word` and `flag` is set by a flag, with the field's type and default.
+If a field is declared without these functions, a flag sets it, with the field's type and default.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ def word(metavar: str, default: Any = dataclasses.MISSING) -> Any:
     """Declare a field that a positional word sets, and return the dataclass field.
 
     Args:
-        metavar: placeholder of the word in the help.
+        metavar: placeholder for the word in the help.
         default: value of the field if the word is omitted; without a default, the word is required.
     """
     return dataclasses.field(default=default, metadata={"metavar": metavar, "word": True})
@@ -21,7 +21,7 @@ def words(metavar: str) -> Any:
     """Declare a field that all further positional words set, as a tuple, and return the dataclass field.
 
     Args:
-        metavar: placeholder of the words in the help.
+        metavar: placeholder for the words in the help.
     """
     return dataclasses.field(default=(), metadata={"metavar": metavar, "word": True, "many": True})
 
@@ -30,8 +30,8 @@ def flag(metavar: str, default_text: str | None = None, default: Any = None) -> 
     """Declare a field that a flag sets, and return the dataclass field.
 
     Args:
-        metavar: placeholder of the flag's value in the help.
-        default_text: description of the default in the help; `None` shows the default itself.
+        metavar: placeholder for the flag's value in the help.
+        default_text: description of the default in the help; with `None`, the help shows the default itself.
         default: value of the field if the flag is omitted.
     """
     return dataclasses.field(default=default, metadata={"metavar": metavar, "default_text": default_text})
@@ -47,7 +47,7 @@ def rest(metavar: str) -> Any:
 
 
 def rest_of(command: type) -> dataclasses.Field[Any] | None:
-    """Return the field of a subcommand that the words after "--" set; `None` if it takes none."""
+    """Return the field of a subcommand that the words after "--" set; `None` if the subcommand has no such field."""
     return next((field for field in dataclasses.fields(command) if "rest" in field.metadata), None)
 
 

@@ -65,7 +65,7 @@ class Launch(Train):
         return launch(cluster, command, run_dir, self.timeouts, is_dry_run=self.dry_run, elastic=elastic)
 
     def command_line(self, fields: Mapping[str, str], run_dir: str) -> list[str]:
-        """Return the words of the train command that each process runs; the launcher carries out --resume never."""
+        """Return the words of the train command that each process runs. The launcher itself handles --resume never."""
         words = ["train", self.file, *([self.variant] if self.variant else [])]
         for field in dataclasses.fields(Train):
             value = getattr(self, field.name)

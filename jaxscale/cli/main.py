@@ -1,10 +1,10 @@
 """Run a command line, and return its exit code.
 
-The exit code is 0 if all went well, 1 if the doctor reports a missing item, 2 after a user's mistake, which a message
-reports, and 3 if the step does not fit. It is 4 if the loss diverged, 7 if a step waits for its devices without end, 75
-if the run was interrupted and has a checkpoint, 130 if it was interrupted with nothing to save, and 141 if the reader
-of the output, such as `head`, ended first. Any other error is a crash, exit code 1: with a report if it arose in the
-user's code, else with a traceback.
+The exit code is 0 on success, 1 if the doctor reports a missing item, 2 after a user's mistake, which a message
+reports, and 3 if the step does not fit. It is 4 if the loss diverged, 7 if a step never ends, 75 if the run was
+interrupted and has a checkpoint, 130 if it was interrupted with nothing to save, and 141 if the reader of the output,
+such as `head`, ended first. Any other error is a crash with exit code 1. A crash in the user's code prints a report;
+any other crash prints a traceback.
 """
 
 import contextlib
@@ -30,13 +30,15 @@ UNREAD = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return the exit code.
 
-    If one of several processes fails, it ends here at once, after its traceback: Python's exit handlers would wait for
-    the others in JAX's shutdown barrier, for minutes. Rank 0 waits a second, because JAX aborts the others once its
-    service is gone, and they may be about to report the same failure. A process that a signal stopped before its first
-    step ends at once, too: Python's exit handlers would wait for threads that still read a checkpoint.
+    If one of several processes fails, this function ends the process at once, after its traceback. Otherwise, Python's
+    exit handlers would wait in JAX's shutdown barrier for the other processes, for minutes. Rank 0 first waits for a
+    second: JAX aborts the other processes when rank 0's service ends, and they may be about to report the same failure.
+    If a signal stopped a process before its first step, the process also ends at once. Otherwise, Python's exit
+    handlers would wait for threads that still read a checkpoint.
 
     Args:
-        argv: words of the command line, from a caller that continues afterwards; `None` takes those of this process.
+        argv: words of the command line; `None` takes the words of this process. A caller that passes `argv` continues
+            afterwards.
     """
     try:
         code = _main(argv)
@@ -60,13 +62,13 @@ def _end_now(code: int) -> NoReturn:
 
 
 def _has_peers() -> bool:
-    """Return whether this process has joined others by JAX's coordination service."""
+    """Return whether this process is one of several that have joined through JAX's coordination service."""
     jax = sys.modules.get("jax")
     return jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    """Run a command line, and return the exit code; an error that the user did not cause is raised."""
+    """Run a command line, and return the exit code. Raise errors that the user did not cause."""
     previous_formatter = warnings.formatwarning
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # leaves out the line of code
     try:
@@ -74,7 +76,7 @@ def _main(argv: Sequence[str] | None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python writes nothing more at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python must not write to it again at its exit
         return UNREAD
     except tuple(EXIT_CODES) as error:
         heartbeat.fail(error)
@@ -101,11 +103,11 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _end_on_full_disk(error: Any) -> int:
-    """Report a full disk, which may hold the output too, and return the exit code."""
+    """Report a full disk, and return the exit code. The output may go to a file on the same disk."""
     with contextlib.suppress(OSError):
         path = error.filename or "the output"
         print(f"jaxscale: cannot write {path}: {error.strerror}. Free some space, and start again", file=sys.stderr)
-    for stream in (sys.stdout, sys.stderr):  # so that Python does not write the remaining output at its exit
+    for stream in (sys.stdout, sys.stderr):  # Python must not write the remaining output at its exit
         try:
             stream.flush()
         except OSError:

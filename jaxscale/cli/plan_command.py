@@ -96,7 +96,7 @@ class ChoosePlan:
         }
 
         def choose(platform: Any) -> PlanChoice:
-            """Return the choice for a platform. If the batch is free, first print the choices for all batches."""
+            """Return the choice for a platform. If the batch is free, also print the choices for all batches."""
             if not is_batch_free:
                 return choose_plan(experiment, platform, make=source.remake, **options)
             batch_comparison = choose_batch(
@@ -222,10 +222,10 @@ class CheckLock:
 
 
 def fixed_settings(fields: Mapping[str, str]) -> frozenset[str]:
-    """Return the names of the plan's settings that the command line sets, and that therefore keep their values.
+    """Return the names of the plan's settings that the command line sets. These settings keep their values.
 
     Args:
-        fields: values, as texts, by the dotted paths of the experiment's fields.
+        fields: texts of new values for the experiment's fields, by dotted path.
 
     Example:
         >>> sorted(fixed_settings({"plan.zero": "3", "plan.offload.weights": "host", "model.layers": "2"}))

@@ -219,15 +219,15 @@ class ConvertState:
 
 
 def _check_run(run_dir: str, is_trusted: bool = False, *, takes_folder: bool = False) -> None:
-    """Check the directory of a run; if the user trusts its experiment file, record that.
+    """Check the directory of a run. If the user declares its experiment file trusted, record that.
 
     Args:
-        run_dir: directory of a run, or with `takes_folder` a folder of transformers.
-        is_trusted: whether the user trusts the experiment file.
-        takes_folder: whether the subcommand takes a folder of transformers, too.
+        run_dir: directory of a run; with `takes_folder`, it may also be a folder that transformers saved.
+        is_trusted: whether the user declares the experiment file trusted.
+        takes_folder: whether the subcommand also takes a folder that transformers saved.
 
     Raises:
-        UserError: the directory cannot exist, or contains no run; the message suggests similar run directories.
+        UserError: the path is invalid, or the directory contains no run; the message suggests similar run directories.
     """
     check_location(run_dir)
     path = Path(run_dir)

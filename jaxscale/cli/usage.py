@@ -1,7 +1,7 @@
-"""Print the help, which tyro generates from the subcommands' dataclasses and their docstrings.
+"""Print the help. The library tyro generates it from the subcommands' dataclasses and their docstrings.
 
 `train FILE --help` lists the subcommand's flags and also the fields of the experiment, each with its type and default.
-For these fields, tyro reads a dataclass that is created with the file's values as defaults.
+For these fields, tyro reads a dataclass whose defaults are the values in the file.
 """
 
 import collections.abc
@@ -34,8 +34,8 @@ def show(command_name: str, experiment: Any = None, variants: dict[str, str] | N
 
     Args:
         command_name: name of the subcommand.
-        experiment: experiment whose fields to list, too, with their values as defaults; `None` to list no such fields.
-        variants: descriptions of the variants in the experiment's file, by the variants' names.
+        experiment: experiment whose fields are listed, too, with their values as defaults; `None` for no experiment.
+        variants: description of each variant in the experiment's file, by the variant's name.
     """
     help_class = _help_class(COMMANDS[command_name], experiment)
     if variants:
@@ -52,7 +52,7 @@ def _first_line(cls: type) -> str:
 
 
 def _help_class(command_class: type[Command], experiment: Any) -> type[Any]:
-    """Return a dataclass from which tyro prints a subcommand's help; its annotations contain the help of the fields."""
+    """Return a dataclass from which tyro prints a subcommand's help. Its annotations contain the help of the fields."""
     type_by_field, description_by_field = typing.get_type_hints(command_class), field_help(command_class)
     experiment_types = values.field_types(type(experiment))
     field_specs: list[Any] = []
@@ -77,10 +77,10 @@ def _help_class(command_class: type[Command], experiment: Any) -> type[Any]:
 
 
 def _experiment_field_specs(record: Any) -> list[Any]:
-    """Return fields for `make_dataclass`, as triples of name, type and default.
+    """Return fields for `make_dataclass`, as triples (name, type, default).
 
-    For a field of `record` that holds a record (a dataclass value), the type is a nested dataclass. For any other
-    field, the type is `str`, annotated with the field's help.
+    If a field of `record` holds a dataclass value, its type is a nested dataclass. The type of any other field is
+    `str`, annotated with the field's help.
     """
     description_by_field, field_specs = field_help(type(record)), []
     for name, field_type in values.field_types(type(record)).items():
@@ -99,7 +99,7 @@ def _experiment_field_specs(record: Any) -> list[Any]:
 
 
 def _is_code(hint: Any) -> bool:
-    """Return whether a type hint allows classes or functions alone, so that only an experiment file can set it."""
+    """Return whether a type hint allows only classes or functions. Only an experiment file can set such a field."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     member_types = (
         [member_type for member_type in typing.get_args(hint) if member_type is not type(None)] if is_union else [hint]
@@ -119,14 +119,14 @@ def _help_text(text: str) -> str:
 
 
 def _metavar(hint: Any) -> str:
-    """Return the placeholder of a field's value in the help, from the type hint: a type in capitals, or literals."""
+    """Return the placeholder for a field's value in the help, given its type hint: a type in capitals, or literals."""
     if typing.get_origin(hint) is typing.Literal:
         return "{" + ",".join(map(str, typing.get_args(hint))) + "}"
     member_types = [member for member in typing.get_args(hint) if member is not type(None) and not _is_code(member)]
     origin = typing.get_origin(hint) or hint
     if origin in (typing.Union, types.UnionType):
         if Path in member_types and str in member_types:
-            member_types.remove(str)  # on the command line, a path is a text
+            member_types.remove(str)  # on the command line, paths are also texts
         return "|".join([*map(_metavar, member_types), *["none"] * (type(None) in typing.get_args(hint))])
     if origin in (tuple, list):
         return f"{_metavar(member_types[0])},..." if member_types else "LIST"
@@ -137,7 +137,7 @@ def _metavar(hint: Any) -> str:
 
 
 def field_help(cls: type) -> dict[str, str]:
-    """Return the description of each field in the "Args:" of a class's docstring, by the field's name.
+    """Return the description of each field from the "Args:" section of a class's docstring, by the field's name.
 
     Example:
         >>> from jaxscale.sharding.mesh import MeshSpec

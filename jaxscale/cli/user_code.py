@@ -1,7 +1,7 @@
 """Errors in the user's own code: the model, the score, the data, a schedule or a callback in the experiment's file.
 
-Between the user's frames lie hundreds of JAX, Flax and jaxscale. This module reports an error at the user's line, with
-the shapes of the function's arrays, and then only the user's frames.
+A traceback has hundreds of frames of JAX, Flax and jaxscale between the user's frames. This module reports the user's
+line of an error, with the shapes of the function's arrays, and then only the user's frames.
 """
 
 import os
@@ -13,11 +13,11 @@ from typing import Any
 from jaxscale.values.user_frames import advice_on, frames_and_lines_of, shown_path
 
 VARIABLE = "JAXSCALE_TRACEBACK"
-"""Environment variable; with the value "full" an error keeps its whole traceback."""
+"""Environment variable. With the value "full", an error keeps its whole traceback."""
 
 
 def report(error: BaseException) -> str | None:
-    """Return a report on an error that arose in the user's code; `None` if no frame of the traceback is the user's.
+    """Return a report on an error in the user's code; `None` if no frame of the traceback is in the user's code.
 
     Args:
         error: the error, with its traceback.
@@ -38,7 +38,7 @@ def report(error: BaseException) -> str | None:
 
 
 def _call_text(frame: FrameType) -> str:
-    """Return the call of a frame's function: its name, and its arguments and other variables as text."""
+    """Return a text about the call that a frame belongs to: the function's name, its arguments, and its arrays."""
     code = frame.f_code
     argument_names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     arguments_text = ", ".join(
@@ -58,7 +58,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _value_text(value: Any) -> str:
-    """Return a value as text: the dtype and shape of an array, the arrays of a dict, the type of another object."""
+    """Return a short text for a value: dtype and shape of an array, entries of a dict, a scalar, or else the type."""
     if _is_array(value):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     if isinstance(value, dict):

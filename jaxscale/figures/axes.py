@@ -33,7 +33,7 @@ def ticks(low: float, high: float, max_intervals: float = 6) -> list[float]:
 
 
 def byte_ticks(high: float) -> list[float]:
-    """Return the multiples of a power of two from 0 up to `high` bytes; there are about 3 to 6 of them above 0.
+    """Return multiples of a power of two, from 0 up to `high` bytes: 0 and about 3 to 6 larger values.
 
     Example:
         >>> byte_ticks(100)
@@ -44,15 +44,15 @@ def byte_ticks(high: float) -> list[float]:
 
 
 def thin(steps: np.ndarray, values: np.ndarray, bucket_count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the visible points of a curve: its ends, and the smallest and the largest value in each bucket of steps.
+    """Return the visible points of a curve: its ends, and the smallest and the largest value in each bucket.
 
     Args:
         steps: [n] steps of the points, ascending.
         values: [n] value at each step.
-        bucket_count: number of buckets, which hold equal numbers of points.
+        bucket_count: number of buckets. Each bucket holds about the same number of consecutive points.
 
     Returns:
-        Two arrays of equal length: the steps of the visible points, and the points' values.
+        Two arrays of equal length: the steps of the visible points, and their values.
 
     Example:
         >>> steps, values = thin(np.arange(10_000), np.zeros(10_000), 500)
@@ -67,14 +67,14 @@ def thin(steps: np.ndarray, values: np.ndarray, bucket_count: int) -> tuple[np.n
         if len(finite_indices):
             finite_values = values[finite_indices]
             indices |= {int(finite_indices[np.argmin(finite_values)]), int(finite_indices[np.argmax(finite_values)])}
-        else:  # a bucket without a finite value leaves a gap
+        else:  # a bucket without finite values leaves a gap
             indices.add(bucket_start)
     sorted_indices = np.array(sorted(indices))
     return steps[sorted_indices], values[sorted_indices]
 
 
 def spread_indices(count: int, max_count: int) -> list[int]:
-    """Return at most `max_count` of the indices 0, ..., `count` - 1, evenly spread, including both ends.
+    """Return at most `max_count` evenly spread indices from 0 to `count` - 1, including both ends.
 
     Example:
         >>> spread_indices(9, 3), spread_indices(2, 5), spread_indices(0, 5)

@@ -1,4 +1,4 @@
-"""Charts as SVG images, in colors for light and dark mode: elements, and a frame that scales values to the image."""
+"""Charts as SVG images, in colors for light and dark mode: elements, and a frame that maps values to coordinates."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ COLORS = (
 """The ten colors of Tableau."""
 
 PER_LETTER = 6.6
-"""Width of a letter in units of the image."""
+"""Average width of a letter, in units of the image."""
 
 _STYLE = (
     ".grid{stroke:#8884;stroke-width:1}.limit{stroke:#e15759;stroke-width:1.5;stroke-dasharray:6 4}"
@@ -45,7 +45,7 @@ def svg(width: float, height: float, label: str, *elements: Any, style: str = _S
 
 
 def svg_text(x: float, y: float, content: Any, anchor: str | None = None, **attributes: Any) -> Markup:
-    """Return a text with its "start", "middle" or "end" (`anchor`) at the point (x, y)."""
+    """Return a text element. `anchor` is the part of the text at the point (x, y): "start", "middle" or "end"."""
     return element("text", content, x=float(x), y=float(y), text_anchor=anchor, **attributes)
 
 
@@ -57,10 +57,10 @@ def dot(x: float, y: float, radius: float, color: str, tooltip: str | None = Non
 def legend(
     entries: Iterable[tuple[dict[str, str], str]], left: float, top: float, right: float
 ) -> tuple[Markup, float]:
-    """Return colored squares with their meanings, in rows from `left` to `right`, and the height of all rows.
+    """Return a legend of colored squares and their meanings, in rows from `left` to `right`, and the legend's height.
 
     Args:
-        entries: pairs of a square's attributes, such as `fill`, and its meaning.
+        entries: (attributes, meaning) of each square. The attributes are SVG attributes, such as `fill`.
         left: x of the start of each row.
         top: y of the first row.
         right: x of the end of each row.
@@ -78,14 +78,14 @@ def legend(
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """The scales of an image with two axes, from values to coordinates in units of the image.
+    """The mapping from values on two axes to coordinates in an image, in units of the image.
 
     Args:
         x_range: lowest and highest value of the horizontal axis.
         y_range: lowest and highest value of the vertical axis.
         right: width of the right margin, in units of the image.
 
-    The image has a `width` and a `height`, and further margins `left`, `top` and `bottom`, all in units of the image.
+    The attributes `width` and `height`, and the margins `left`, `top` and `bottom`, are also in units of the image.
     """
 
     x_range: tuple[float, float]
@@ -98,17 +98,17 @@ class Frame:
     bottom: ClassVar[int] = 40
 
     def x_of(self, value: float) -> float:
-        """Return the x coordinate of a value of the horizontal axis, in units of the image."""
+        """Return the x coordinate of a value on the horizontal axis, in units of the image."""
         low, high = self.x_range
         return self.left + (self.width - self.left - self.right) * (value - low) / (high - low)
 
     def y_of(self, value: float) -> float:
-        """Return the y coordinate of a value of the vertical axis, in units of the image."""
+        """Return the y coordinate of a value on the vertical axis, in units of the image."""
         low, high = self.y_range
         return self.height - self.bottom - (self.height - self.top - self.bottom) * (value - low) / (high - low)
 
     def grid(self, values: Iterable[float], format_value: Callable[[float], str]) -> Markup:
-        """Return the grid lines at values of the vertical axis, each with the tick label `format_value(value)`."""
+        """Return grid lines at values on the vertical axis, each with its tick label `format_value(value)`."""
         lines_and_texts = [
             (self.level(value, "grid"), svg_text(self.left - 8, self.y_of(value) + 4, format_value(value), "end"))
             for value in values
@@ -116,7 +116,7 @@ class Frame:
         return joined(lines_and_texts)
 
     def labels(self, values: Iterable[float], format_value: Callable[[float], str]) -> Markup:
-        """Return the tick labels `format_value(value)` at values of the horizontal axis."""
+        """Return tick labels `format_value(value)` at values on the horizontal axis."""
         y = self.height - self.bottom + 16
         return joined([svg_text(self.x_of(value), y, format_value(value), "middle") for value in values])
 
@@ -125,19 +125,19 @@ class Frame:
         return svg_text((self.left + self.width - self.right) / 2, self.height - 4, text, "middle")
 
     def level(self, value: float, class_: str) -> Markup:
-        """Return a horizontal line at a value of the vertical axis."""
+        """Return a horizontal line at a value on the vertical axis."""
         y = self.y_of(value)
         return element("line", class_=class_, x1=self.left, x2=self.width - self.right, y1=y, y2=y)
 
     def rule(self, value: float, class_: str) -> Markup:
-        """Return a vertical line at a value of the horizontal axis."""
+        """Return a vertical line at a value on the horizontal axis."""
         x = self.x_of(value)
         return element("line", class_=class_, x1=x, x2=x, y1=self.top, y2=self.height - self.bottom)
 
     def area(
         self, xs: Sequence[float], lower_ys: Sequence[float], upper_ys: Sequence[float], color: str, name: str
     ) -> Markup:
-        """Return the filled area between two curves over the same values of the horizontal axis."""
+        """Return the filled area between two curves that have the same values on the horizontal axis."""
         outline_points = [*zip(xs, upper_ys, strict=True), *reversed([*zip(xs, lower_ys, strict=True)])]
         path_data = " L".join(f"{self.x_of(x):.1f},{self.y_of(y):.1f}" for x, y in outline_points)
         return element("path", element("title", name), d=f"M{path_data}Z", fill=color)

@@ -17,7 +17,7 @@ class Markup(str):
 
 
 def joined(children: Any) -> Markup:
-    """Return the markup of children: a text, markup, a number, `None` (empty), or an iterable of all these.
+    """Return children as one markup. A child is a text, markup, a number, `None` (empty), or an iterable of these.
 
     Example:
         >>> joined(["a < b", Markup("<br>"), None, 3])
@@ -36,8 +36,8 @@ def element(tag: str, *children: Any, **attributes: Any) -> Markup:
     Args:
         tag: name of the element.
         children: contents of the element, of any type that `joined` accepts.
-        attributes: attributes by name; in a name, `_` stands for `-`, and a final `_` is dropped (`class_`). A float is
-            written with up to 2 decimals; an attribute with the value `None` is left out.
+        attributes: attributes by name. In a name, `_` stands for `-`, and a final `_` is dropped (`class_`). A float is
+            written with up to 2 decimals. An attribute with the value `None` is left out.
 
     Example:
         >>> element("td", "a < b", class_="n"), element("rect", x=1 / 3, width=2.0)
@@ -69,12 +69,12 @@ def table(
         headings: titles of the columns; if empty, the table has no head.
         numeric: indices of the right-aligned columns.
         name_column: index of the column that names the rows.
-        extra_rows: cells of each less important row at the end, such as a sum.
+        extra_rows: cells of further rows at the end, which are less prominent, such as a row of sums.
         class_: CSS class of the table.
     """
 
     def row(cells: Sequence[Any], row_class: str | None = None) -> Markup:
-        """Return a table row with these cells, with a CSS class if `row_class` is not `None`."""
+        """Return a table row with these cells. `row_class` is the row's CSS class, or `None`."""
         cell_elements = [
             element("th", cell, scope="row")
             if column == name_column
@@ -134,7 +134,7 @@ def framed(html: str, height: int) -> str:
 
 
 def write_figure(path: str | Path, make_svg: Callable[[], str], make_html: Callable[[], str]) -> None:
-    """Write the page from `make_html` to a file, or the picture from `make_svg` if the file's name ends in .svg.
+    """Write a figure to a file: the result of `make_svg` if the file's name ends in .svg, or else of `make_html`.
 
     Raises:
         UserError: the file cannot be written.

@@ -1,1 +1,1 @@
-"""The machine: facts about chips and links, what this process runs on, what a compiled program sends."""
+"""The machine: rates of chips and links, the platform of this process, and the communication of compiled programs."""

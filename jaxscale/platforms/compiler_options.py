@@ -1,7 +1,7 @@
-"""CompilerOptions: options of XLA that a plan sets, as a value with a text form, and the sets of options by chip.
+"""CompilerOptions: options of XLA that a plan sets, as a value with a text form, and the option sets for each chip.
 
-The step passes the options to the compiler itself, so that `fit --verify`, a launch and a run compile one program; the
-environment variables XLA_FLAGS and LIBTPU_INIT_ARGS stay the user's. This module does not import JAX.
+The step itself passes the options to the compiler, so that `fit --verify`, a launch and a run compile the same program.
+The environment variables XLA_FLAGS and LIBTPU_INIT_ARGS remain free for the user. This module does not import JAX.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ class Recommended:
     Args:
         option: name of the option.
         value: recommended value.
-        source: where it is recommended.
-        effect: its effect on the program that `experiments/benchmarks/compiler_options.py` compiles. An option without
-            an effect is in no set.
+        source: document that recommends the option.
+        effect: effect of the option on the program that `experiments/benchmarks/compiler_options.py` compiles. Option
+            sets contain only options that have an effect.
     """
 
     option: str
@@ -68,12 +68,13 @@ SETS: Mapping[str, Mapping[str, tuple[Recommended, ...]]] = {
         "v6e": (Recommended("xla_tpu_scoped_vmem_limit_kib", 98304, _MAXTEXT, "v6e:4x4: +53.8 MB of temporaries"),),
     },
 }
-"""The options of each set, by the name of the set and of the chip, or "gpu" for every GPU.
+"""The options of each option set, by the name of the set and then by the name of the chip, or "gpu" for every GPU.
 
-Left out, because they change nothing in that program: on GPUs pipelined reduce-scatters, the latency-hiding scheduler,
-and the thresholds for combining reduce-scatters and all-reduces; on TPUs asynchronous all-gather fusion (the default of
-v5e; other chips refuse it), layouts of all-reduces, data-parallel all-reduces, pipelining of the all-gathers of the
-backward pass, the overlap limit of host transfers, and a rerun of the scheduler.
+Some recommended options are left out, because they do not change the benchmark's program. On GPUs, these are pipelined
+reduce-scatters, the latency-hiding scheduler, and the thresholds for combining reduce-scatters and all-reduces. On
+TPUs, these are asynchronous all-gather fusion (the default of v5e; other chips refuse it), layouts of all-reduces,
+data-parallel all-reduces, pipelining of the backward pass's all-gathers, the overlap limit of host transfers, and a
+rerun of the scheduler.
 """
 
 
@@ -81,11 +82,11 @@ backward pass, the overlap limit of host transfers, and a rerun of the scheduler
 class CompilerOptions:
     """Options of XLA for the train step.
 
-    The text form is "default", or names of sets and then single options: "overlap,xla_gpu_enable_triton_gemm=false".
+    The text form is "default", or names of option sets and single options: "overlap,xla_gpu_enable_triton_gemm=false".
 
     Args:
-        sets: names of sets in `SETS`.
-        named: (option, value) for each single option; these precede the sets'.
+        sets: names of option sets in `SETS`.
+        named: (option, value) for each single option. These values take precedence over those of the option sets.
 
     Example:
         >>> from jaxscale.platforms.platform import Platform
@@ -118,10 +119,10 @@ OPTION=VALUE such as xla_gpu_enable_triton_gemm=false; did you mean 'overlap'?
 
     @classmethod
     def parse(cls, text: str) -> "CompilerOptions":
-        """Return the options of a text form; an entry without "=" continues the value before it.
+        """Return the options that a text form specifies. An entry without "=" continues the preceding option's value.
 
         Raises:
-            UserError: the text names an unknown set, or something that is not an option.
+            UserError: the text names an unknown option set, or contains something that is not an option.
         """
         entries = [entry.strip() for entry in text.split(",")]
         set_names: list[str] = []
@@ -140,15 +141,15 @@ OPTION=VALUE such as xla_gpu_enable_triton_gemm=false; did you mean 'overlap'?
         return ",".join([*self.sets, *(f"{name}={value}" for name, value in self.named)]) or "default"
 
     def of(self, chip: Chip) -> dict[str, OptionValue]:
-        """Return the value of each option for a chip.
+        """Return the value of each option for a chip, by option name.
 
-        A CPU, which rehearses a run on other devices, takes none of their options.
+        A CPU is used to rehearse runs on other devices, and takes none of the options for these devices.
 
         Args:
             chip: the chip.
 
         Raises:
-            UserError: no option of a set has an effect on the chip.
+            UserError: no option of an option set has an effect on the chip.
         """
         foreign_prefixes = tuple(f"xla_{kind}_" for kind in ("tpu", "gpu") if chip.kind == "cpu")
         named_values = {name: _option_value(text) for name, text in self.named if not name.startswith(foreign_prefixes)}

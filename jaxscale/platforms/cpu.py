@@ -1,6 +1,6 @@
-"""The CPU as a platform. No datasheet covers all CPUs, so the peak is unknown and a run on a CPU reports no `mfu`.
+"""The CPU as a platform. No datasheet covers all CPUs, so the peak is unknown, and a run on a CPU reports no `mfu`.
 
-Cores and memory are read from the machine by `detect`. The device kind that JAX reports is "cpu" for every processor.
+`detect` reads the memory size from the machine. JAX reports the device kind "cpu" for every processor.
 """
 
 from jaxscale.platforms.platform import Chip

@@ -1,9 +1,9 @@
-"""Memory that the CPU backend frees, kept by the process: the next step allocates the same buffers again.
+"""Keep the memory that the CPU backend frees in the process, because the next step allocates the same buffers again.
 
-By default, glibc returns large buffers to the kernel, which clears every page again at the next step: a decoder of 8
-layers had 51,000 page faults a step, which took 30 % of its time. Threads other than the first would still return
-buffers of more than 64 MiB, because no arena of theirs (glibc's memory pools) can hold these. So all threads that start
-after the call share one arena.
+By default, glibc returns large buffers to the kernel, which must clear every page again in the next step. A decoder of
+8 layers had 51,000 page faults per step, which took 30 % of its time. Threads other than the first one have arenas
+(glibc's memory pools) of their own, which cannot hold buffers of more than 64 MiB, so these would still be returned.
+Therefore, all threads that start after the call share one arena.
 
 References:
     mallopt(3), Linux manual page; glibc, malloc/malloc.c: `sysmalloc` maps what no heap of an arena can hold.
@@ -22,10 +22,10 @@ _VARIABLES = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", 
 
 
 def keep_freed_memory() -> None:
-    """Make the C library keep the memory that the process frees, if the process computes on a CPU.
+    """If the process computes on a CPU, make the C library keep the memory that the process frees.
 
-    If the backend already runs, its threads still return buffers of more than 64 MiB. Without glibc, or if the
-    environment configures its allocator (`MALLOC_TRIM_THRESHOLD_` and others), this function does nothing.
+    If the backend is already running, its threads still return buffers of more than 64 MiB. This function does nothing
+    without glibc, or if the environment configures glibc's allocator (`MALLOC_TRIM_THRESHOLD_` and other variables).
     """
     if any(name in os.environ for name in _VARIABLES) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return

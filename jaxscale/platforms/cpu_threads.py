@@ -1,9 +1,9 @@
-"""The number of XLA:CPU's threads, chosen so that some threads still work while devices wait for one another.
+"""The number of threads of XLA:CPU, chosen so that enough threads remain while devices wait for one another.
 
-A collective blocks its thread until every device has reached the collective, and XLA starts the collectives after a
-loop while the loop still runs in other threads. So a device may wait in two collectives at once, or in three with
-nested loops, while other devices wait in other collectives. By default there are as many threads as cores or as
-devices, whichever number is larger. On 2 cores, all 8 threads of 8 devices waited, and XLA ended the process after 40
+A collective blocks its thread until every device has reached the collective. XLA starts the collectives after a loop
+while the loop is still running in other threads. So one device may wait in two collectives at once, or with nested
+loops in three, while other devices wait in other collectives. By default, the number of threads is the number of cores
+or of devices, whichever is larger. On 2 cores, all 8 threads of 8 devices waited, and XLA ended the process after 40
 seconds.
 
 References:
@@ -26,21 +26,21 @@ VARIABLE = "NPROC"
 
 
 def provide_threads() -> str:
-    """Make the CPU backend start with three threads per device, if there are several devices and too few cores.
+    """If there are several devices and too few cores, make the CPU backend start with three threads per device.
 
-    `NPROC` in the environment takes precedence, and a running backend is not changed.
+    `NPROC` in the environment takes precedence. A backend that is already running is not changed.
 
     Returns:
-        A note to append to an error message if the backend already runs with fewer threads; otherwise "".
+        A note to append to error messages, if the backend is already running with fewer threads; otherwise "".
     """
     is_running = is_backend_started()
     if os.environ.get(VARIABLE) or (is_running and jax.default_backend() != "cpu"):
         return ""
     device_count = len(jax.local_devices()) if is_running else _configured_device_count()
-    # as XLA counts them, ignoring a container's quota
+    # count cores as XLA does, which ignores a container's quota
     core_count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     thread_count = THREADS_PER_DEVICE * device_count
-    if device_count == 1 or thread_count <= core_count:  # a single device waits for no other
+    if device_count == 1 or thread_count <= core_count:  # a single device does not wait for others
         return ""
     if not is_running:
         os.environ[VARIABLE] = str(thread_count)

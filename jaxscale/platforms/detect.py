@@ -25,8 +25,8 @@ def detect(devices: Sequence[Any] | None = None) -> Platform:
         devices: JAX devices; by default those of all processes of the run.
 
     Returns:
-        The platform. Its chip is taken from the tables, with the memory that the backend reports; a chip that is in no
-        table has no rates. A TPU slice's topology follows from the chips' coordinates.
+        The platform. Its chip is taken from the tables, with the memory size that the backend reports. A chip that is
+        in no table has no rates. The topology of a TPU slice is derived from the chips' coordinates.
     """
     import jax
 
@@ -41,14 +41,14 @@ def detect(devices: Sequence[Any] | None = None) -> Platform:
     positions = [position for slice_index, *position in coordinates if slice_index == first_slice]
     box_sides = tuple(max(axis_positions) - min(axis_positions) + 1 for axis_positions in zip(*positions, strict=True))
     plane_sides = box_sides[:2] if box_sides[2:] == (1,) and chip.name in ("v5e", "v6e") else box_sides
-    # the chips of a process may be a part of a slice that is not a box
+    # the chips of a process may be only a part of a slice, and that part may not be a box
     topology = plane_sides if math.prod(plane_sides) == len(positions) else None
     chip = dataclasses.replace(chip, devices=max(1, len(devices) // len(coordinates)))
     return Platform(chip, len(positions), topology, slice_count)
 
 
 def chip_of(device_kind: str, platform: str) -> Chip:
-    """Return the chip of a device kind that JAX reports; a chip that is in no table has no rates and no memory.
+    """Return the chip for a device kind that JAX reports. A chip that is in no table has no rates and no memory size.
 
     Args:
         device_kind: `jax.Device.device_kind`.
@@ -68,29 +68,30 @@ def chip_of(device_kind: str, platform: str) -> Chip:
 
 
 def accelerators(folder: pathlib.Path = pathlib.Path("/dev")) -> frozenset[str]:
-    """Return the kinds of accelerators ("tpu", "gpu") that have device files; no backend is started."""
+    """Return the kinds of accelerators ("tpu", "gpu") that have device files. This does not start a backend."""
     return frozenset(
         kind for kind, patterns in DEVICE_FILES.items() if any(next(folder.glob(pattern), None) for pattern in patterns)
     )
 
 
 def hush_absent_gpus() -> None:
-    """If there is no GPU, suppress JAX's log message about the CUDA plugin, which may be installed only to compile.
+    """If there is no GPU, suppress JAX's log message about the CUDA plugin.
 
-    JAX starts every installed plugin, and logs a traceback because the CUDA plugin finds no drivers.
+    The plugin may be installed only to compile for GPUs. But JAX starts every installed plugin, and logs a traceback if
+    the CUDA plugin finds no drivers.
     """
     if "gpu" not in accelerators():
         logging.getLogger("jax._src.xla_bridge").addFilter(_is_worth_logging)
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Return whether a log record is anything but the report that the CUDA plugin finds no drivers."""
+    """Return False for the log record about the CUDA plugin without drivers, and True for all other records."""
     message = record.getMessage()
     return not ("plugin configuration error" in message and "xla_cuda" in message)
 
 
 def host_memory() -> int | None:
-    """Return the bytes of main memory, or the control group's limit if it is lower; None if they are unknown."""
+    """Return the bytes of main memory, or the control group's limit if that is lower; None if unknown."""
     try:
         total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
@@ -104,13 +105,13 @@ def host_memory() -> int | None:
 
 
 def _measured_fields(chip: Chip, devices: Sequence[Any]) -> dict[str, Any]:
-    """Return the fields of the chip that are measured on this machine, by name: memories, and chips per host."""
+    """Return the fields of the chip that are measured on this machine, by name: memory sizes and chips per host."""
     first_process_devices = [device for device in devices if device.process_index == devices[0].process_index]
     value_by_field: dict[str, Any] = {"host_memory": host_memory()}
     if chip.kind == "cpu":
         return value_by_field | {"memory": host_memory(), "chips_per_host": len(first_process_devices)}
     limit_bytes = None
-    # devices of another process, and described ones, have no statistics; the error depends on the backend
+    # devices of other processes, and devices without hardware, have no statistics; the error depends on the backend
     with contextlib.suppress(Exception):
         limit_bytes = (devices[0].memory_stats() or {}).get("bytes_limit")
     if limit_bytes:

@@ -1,10 +1,11 @@
-"""Facts about NVIDIA GPUs: dense rates of the tensor cores, and of the CUDA cores for float32.
+"""Rates and memory sizes of NVIDIA GPUs: dense rates of the tensor cores, and of the CUDA cores for float32.
 
 NVIDIA's datasheets print rates "with sparsity"; this table has the dense rates, which are half as high. Memory sizes
-are those of the datasheets, in units of 10^9 bytes. The network between hosts depends on the site: the table has that
-of NVIDIA's DGX machines, and a platform's text may state another ("gpu h100 x 16 over 100Gb/s"). The datasheets are
-quoted from other sites: T4 and H100 from hpctech.co.jp, A100, H100 and B200 from glennklockwood.com/garden/processors,
-variants of A100 from thundercompute.com, L4 from hmc-tech.com, H200 from aiwiki.ai, DGX B200 from NVIDIA's AIPS wiki.
+are those of the datasheets, in units of 10^9 bytes. The network between hosts depends on the site. The table has the
+network of NVIDIA's DGX machines; the text of a platform may specify another rate ("gpu h100 x 16 over 100Gb/s"). The
+datasheets are quoted from other sites: T4 and H100 from hpctech.co.jp, A100, H100 and B200 from
+glennklockwood.com/garden/processors, variants of A100 from thundercompute.com, L4 from hmc-tech.com, H200 from
+aiwiki.ai, DGX B200 from NVIDIA's AIPS wiki.
 """
 
 import dataclasses
@@ -17,12 +18,12 @@ _B200 = "NVIDIA B200, glennklockwood.com, HGX at 1000 W: bf16 2250, TF32 1100, f
 
 
 def _nvlink(bandwidth: float, source: str, connects: str = "GPUs of one host, through NVSwitch") -> Link:
-    """Return NVLink with this bandwidth, in bytes/s in one direction over all of a GPU's links together."""
+    """Return the NVLink of a GPU. `bandwidth` is in bytes/s in one direction, over all NVLinks of the GPU together."""
     return Link("nvlink", connects, bandwidth, "chip", source)
 
 
 def _pcie(bandwidth: float, source: str) -> Link:
-    """Return the PCIe link between a GPU and its host with this bandwidth, in bytes/s in one direction."""
+    """Return the PCIe link between a GPU and its host. `bandwidth` is in bytes/s in one direction."""
     return Link("pcie", "a GPU and its host", bandwidth, "chip", source)
 
 
@@ -170,4 +171,4 @@ B200 = Chip(
 
 GPUS = (T4, L4, A100_40, A100_80, A100_40_PCIE, A100_80_PCIE, H100, H100_PCIE, H200, B200)
 ALIASES = {"a100": "a100-80", "a100-pcie": "a100-80-pcie", "h100-sxm": "h100"}
-"""The name of the chip for each other name that a platform's text may use."""
+"""The name of the chip, by each other name that the text of a platform may use."""

@@ -1,8 +1,8 @@
 """Joining: the processes of a run find each other through JAX's coordination service.
 
 A scheduler sets environment variables that hold the number of processes, this process's rank, and the host of rank 0.
-`ENVIRONMENTS` lists the schedulers and their variables. The first one that is present counts, and a process that finds
-none runs alone. Commands join before a backend starts.
+`ENVIRONMENTS` lists the schedulers and their variables. The first one whose variables are set is used; without any, the
+process runs alone. Commands join before a backend starts.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from jaxscale.errors import UserError, near_miss
 from jaxscale.platforms.detect import accelerators
 
 FIRST_PORT, PORT_COUNT = 61440, 4096
-"""Range of the ports that are computed from a job's number; it lies above the ports that Linux gives to clients."""
+"""Range of ports that are derived from a job's number. It lies above the ports that Linux assigns to clients."""
 HEARTBEAT_TIMEOUT = 30
-"""Seconds without a heartbeat from a process after which JAX ends the others; JAX's own default is 100."""
+"""If a process sends no heartbeat for this many seconds, JAX ends the other processes; JAX's default is 100."""
 PREFIX = "JAXSCALE_"
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY")
 _EXEMPT_FROM_GRPC, _EXEMPT = "no_grpc_proxy", "no_proxy"  # gRPC reads the second one if the first is not set
@@ -40,7 +40,7 @@ OWN_VARIABLES = (
     "JAXSCALE_TRACEBACK",
     "JAXSCALE_TRUST",
 )
-"""The environment variables of jaxscale; a name that resembles one of them is an error."""
+"""The environment variables of jaxscale. A variable whose name resembles one of these is an error."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +49,10 @@ class ProcessPlace:
 
     Args:
         scheduler: name of the scheduler, for messages.
-        coordinator: host and port at which rank 0 answers, such as "node1:61440".
+        coordinator: host and port of rank 0's coordination service, such as "node1:61440".
         processes: number of processes.
         rank: number of this process, from 0.
-        local_rank: number of this process among those of its host, from 0.
+        local_rank: number of this process among the processes of its host, from 0.
         local_processes: number of processes on this host.
     """
 
@@ -92,10 +92,10 @@ class Environment:
         name: name of the scheduler.
         processes: variable that holds the number of processes.
         rank: variable that holds the number of this process.
-        coordinator: function that returns HOST:PORT of rank 0 from the variables.
+        coordinator: function that returns HOST:PORT of rank 0, given the variables.
         local_rank: variable that holds this process's number on its host; "" if each host runs one process.
-        local_processes: function that returns the number of processes on this host from the variables.
-        needs: further variables without which the environment is not present.
+        local_processes: function that returns the number of processes on this host, given the variables.
+        needs: further variables that must be set; otherwise, the scheduler counts as absent.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Environment:
     needs: tuple[str, ...] = ()
 
     def place(self, variables: Variables) -> ProcessPlace | None:
-        """Return the place that the variables hold; `None` if some are missing, or if there is a single process.
+        """Return the place that the variables specify; `None` if some are missing, or if there is a single process.
 
         Raises:
             UserError: a variable is malformed.
@@ -130,9 +130,9 @@ class Environment:
 
 
 def _slurm_coordinator(variables: Variables) -> str:
-    """Return the first host of a Slurm step, and a port that follows from job, step and restart.
+    """Return "HOST:PORT": the first host of a Slurm step, and a port that depends on the job, the step and the restart.
 
-    Two steps on a node, and a job that was requeued while its old processes still answer, get ports of their own.
+    So two steps on one node have different ports, and a requeued job differs from its old, still running processes.
     """
     job_digits = re.sub(r"\D", "", variables.get("SLURM_JOB_ID", "0")) or "0"
     step_digits = re.sub(r"\D", "", variables.get("SLURM_STEP_ID", "0")) or "0"
@@ -142,7 +142,7 @@ def _slurm_coordinator(variables: Variables) -> str:
 
 
 def _slurm_local_processes(variables: Variables) -> int:
-    """Return the number of tasks on this node, from a list such as "2(x3),1", which has an entry per node."""
+    """Return the number of tasks on this node, from Slurm's list of tasks per node, such as "2(x3),1"."""
     task_counts: list[int] = []
     for entry in variables.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
@@ -153,9 +153,9 @@ def _slurm_local_processes(variables: Variables) -> int:
 
 
 def _openmpi_coordinator(variables: Variables) -> str:
-    """Return the host of mpirun, which runs on the first host, and a port that follows from the job's number.
+    """Return "HOST:PORT": the host of mpirun, which is the first host, and a port that depends on the job's number.
 
-    OpenMPI 5 has no such variable, so its processes need JAXSCALE_COORDINATOR.
+    OpenMPI 5 does not set the variable with this host, so its processes need JAXSCALE_COORDINATOR.
     """
     if "JAXSCALE_COORDINATOR" in variables:
         return variables["JAXSCALE_COORDINATOR"]
@@ -170,20 +170,20 @@ def _openmpi_coordinator(variables: Variables) -> str:
 
 
 def _torchrun_coordinator(variables: Variables) -> str:
-    """Return torchrun's host, with another port than torchrun's own store."""
+    """Return "HOST:PORT": torchrun's host, and a port that differs from the port of torchrun's own store."""
     port = _number(variables, "MASTER_PORT")
     return f"{variables['MASTER_ADDR']}:{port + 1 if port < 65535 else port - 1}"
 
 
 def _jobset_coordinator(variables: Variables) -> str:
-    """Return the DNS name of the first pod of a JobSet."""
+    """Return "HOST:PORT": the DNS name of a JobSet's first pod, and a port."""
     jobset_name, job_name = variables["JOBSET_NAME"], variables["REPLICATED_JOB_NAME"]
     port = FIRST_PORT + _number(variables, heartbeat.ATTEMPT_VARIABLE, 0) % PORT_COUNT
     return f"{jobset_name}-{job_name}-0-0.{variables.get('JOBSET_SUBDOMAIN') or jobset_name}:{port}"
 
 
 def _jobset_place(variables: Variables) -> ProcessPlace | None:
-    """Return the place of a pod: the pods of all child jobs are numbered job by job."""
+    """Return the place of a JobSet's pod. The ranks of the pods are numbered job by job."""
     names = ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_INDEX", "JOB_COUNT", "JOB_COMPLETION_INDEX", "PODS_PER_JOB")
     if any(name not in variables for name in names):
         return None
@@ -242,7 +242,7 @@ ENVIRONMENTS = (
         needs=("TPU_WORKER_HOSTNAMES",),
     ),
 )
-"""The schedulers; the first one that is present is used. JobSets and Cloud TPU's metadata come after them."""
+"""The schedulers. The first one whose variables are set is used. JobSets and Cloud TPU's metadata come after these."""
 
 
 def first_host(nodelist: str) -> str:
@@ -268,7 +268,7 @@ def place_of(variables: Variables) -> ProcessPlace | None:
     """Return this process's place, given environment variables; `None` if this process runs alone.
 
     Raises:
-        UserError: a variable is malformed, or some of jaxscale's own variables are set and others are missing.
+        UserError: a variable is malformed, or only some of jaxscale's own variables are set.
 
     Example:
         >>> place_of({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -312,20 +312,20 @@ def place_of(variables: Variables) -> ProcessPlace | None:
 
 
 def _with_coordinator(place: ProcessPlace, variables: Variables) -> ProcessPlace:
-    """Return a place with the coordinator that the user set, if there is one."""
+    """Return a place with the coordinator that the user set; without one, return the place unchanged."""
     coordinator = variables.get("JAXSCALE_COORDINATOR")
     return dataclasses.replace(place, coordinator=coordinator) if coordinator else place
 
 
 def join() -> ProcessPlace | None:
-    """Join the processes of the run, if the environment describes several; a second call only returns the place.
+    """Join the processes of the run, if the environment specifies several. A second call only returns the place.
 
     Returns:
-        The place of this process in the run, read from the environment; `None` if that describes a single process.
+        The place of this process in the run, read from the environment; `None` if the run has a single process.
 
     Raises:
-        UserError: the environment is malformed, or rank 0 does not answer within the timeout. If rank 0 answers and
-            others are missing, the process prints that and ends with code 2, since JAX would abort it.
+        UserError: the environment is malformed, or rank 0 does not respond within the timeout. If rank 0 responds but
+            other ranks are missing, the process prints that and ends with code 2, because JAX would abort it.
     """
     import jax
 
@@ -347,7 +347,7 @@ def join() -> ProcessPlace | None:
     options: dict[str, object] = {}
     if gpu_numbers := local_gpu_numbers(place, os.environ):
         options["local_device_ids"] = gpu_numbers  # JAX under Slurm would take one GPU, even for a host's only process
-    # JAX waits longer, so that this message comes first
+    # JAX's timeout is longer, so that our message comes first
     timer = threading.Timer(timeout_seconds, _end_for_missing_ranks, (place, timeout_seconds))
     timer.daemon = True
     timer.start()
@@ -366,9 +366,9 @@ def join() -> ProcessPlace | None:
 
 
 def local_gpu_numbers(place: ProcessPlace, variables: Variables, folder: Path = Path("/dev")) -> list[int]:
-    """Return the numbers of the GPUs that this process uses: an equal share of those that its host's processes see.
+    """Return the numbers of the GPUs that this process uses: an equal share of the GPUs that are visible on its host.
 
-    A process that sees only GPUs of its own, as with `srun --gpus-per-task`, uses all of them.
+    If a process sees only its own GPUs, for example with `srun --gpus-per-task`, it uses all of them.
 
     Args:
         place: the place of this process.
@@ -412,9 +412,9 @@ def _has_tpu_peers() -> bool:
 
 
 def _check_coordinator(place: ProcessPlace, timeout_seconds: int) -> None:
-    """Check that the coordinator's port is free on rank 0, and wait on the other ranks until it answers.
+    """On rank 0, check that the coordinator's port is free; on other ranks, wait until the coordinator responds.
 
-    Where a host's name resolves to 127.0.1.1, as Debian writes it, every process would wait for itself.
+    If a host's name resolves to 127.0.1.1, as by default on Debian, every process would wait for itself.
     """
     host, _, port_text = place.coordinator.rpartition(":")
     port = int(port_text)
@@ -429,7 +429,7 @@ def _check_coordinator(place: ProcessPlace, timeout_seconds: int) -> None:
         return
     address, reason = "", ""
     deadline = time.monotonic() + timeout_seconds
-    # JAX would end this process without a traceback if nobody answered
+    # if nobody responds, JAX would end this process without a traceback
     while time.monotonic() < deadline:
         try:
             address = str(socket.getaddrinfo(host.strip("[]"), port)[0][4][0])
@@ -451,7 +451,7 @@ def _check_coordinator(place: ProcessPlace, timeout_seconds: int) -> None:
 
 
 def _end_for_missing_ranks(place: ProcessPlace, timeout_seconds: int) -> None:
-    """Print that processes are missing, and end this process; JAX would abort it without naming the run."""
+    """Print that processes are missing, and end this process. JAX would abort the process without this message."""
     print(
         f"jaxscale: {place.scheduler}: after {timeout_seconds} s, not all {place.processes} processes have joined "
         f"at {place.coordinator} (this is rank {place.rank}): {_missing_ranks_text(place)}; JAXSCALE_JOIN_TIMEOUT sets "
@@ -463,7 +463,7 @@ def _end_for_missing_ranks(place: ProcessPlace, timeout_seconds: int) -> None:
 
 
 def _bypass_proxy(coordinator: str) -> None:
-    """Exempt the coordinator from the environment's proxies, through which the processes could not connect."""
+    """Exempt the coordinator from the environment's proxies, because processes cannot connect to it through a proxy."""
     if not any(name in os.environ for name in _PROXIES):
         return
     exempt_hosts = [os.environ.get(_EXEMPT_FROM_GRPC) or os.environ.get(_EXEMPT, ""), coordinator.rpartition(":")[0]]
@@ -471,7 +471,7 @@ def _bypass_proxy(coordinator: str) -> None:
 
 
 def _missing_ranks_text(place: ProcessPlace) -> str:
-    """Return a text about the ranks without a heartbeat; general advice if none is known to be missing."""
+    """Return a text that names the ranks without a heartbeat; if no missing rank is known, return general advice."""
     folder = os.environ.get(heartbeat.FOLDER_VARIABLE)
     heartbeat_by_rank = {} if folder is None else heartbeat.read_heartbeats(Path(folder))
     missing_ranks = [str(rank) for rank in range(place.processes) if rank not in heartbeat_by_rank]
@@ -482,7 +482,7 @@ def _missing_ranks_text(place: ProcessPlace) -> str:
 
 
 def _is_number(text: str) -> bool:
-    """Return whether a text consists of digits from 0 to 9, at most nine."""
+    """Return whether a text consists of at most nine digits from 0 to 9."""
     return text.isascii() and text.isdigit() and len(text) < 10
 
 

@@ -1,8 +1,8 @@
 """Collectives of a TPU program over the network between slices.
 
 libtpu compiles one program per slice. In collectives inside a slice, the slice's devices are numbered from 0. A
-collective across slices becomes a host transfer (`send`) by the megascale runtime; an undocumented attribute specifies
-the kind of collective. The mesh axes across slices follow from the order of axes (`jaxscale/tpu_slices.py`).
+collective across slices becomes a host transfer (`send`) by the megascale runtime. An undocumented attribute specifies
+the kind of collective. The order of the mesh axes determines which axes cross slices (`jaxscale/tpu_slices.py`).
 """
 
 import re
@@ -24,7 +24,7 @@ HANDLER = "xla_megascale_runtime"
 
 
 def slices_of(text: str) -> int:
-    """Return the number of slices between which a compiled program communicates; 1 for a program within one slice.
+    """Return the number of slices between which a compiled program communicates; 1 if it runs within one slice.
 
     Args:
         text: text of the compiled program.

@@ -1,8 +1,8 @@
 """Chip, Link, Platform: the rates and memory sizes of a machine, as frozen values that need no JAX.
 
-The numbers come from the tables in `tpu.py`, `gpu.py` and `cpu.py`, where every row names its source; a field without
-a source is None. A platform has a text form, such as `"tpu v5p:4x4x4"` or `"gpu h100 x 64"`; `"local"` is the machine
-that this process runs on. Peaks are those of dense matrix products, without sparsity.
+The values come from the tables in `tpu.py`, `gpu.py` and `cpu.py`, where every row names its source. A field without a
+source is None. A platform has a text form, such as `"tpu v5p:4x4x4"` or `"gpu h100 x 64"`; `"local"` is the machine
+that this process runs on. Peak rates are those of dense matrix products, without sparsity.
 """
 
 import dataclasses
@@ -25,12 +25,11 @@ class Link:
     Args:
         name: "ici", "nvlink", "pcie" or "dcn".
         connects: description of the parts that the link connects.
-        bandwidth: bytes/s in one direction, of one link or of all links of this kind of a chip or host, as `per`
-            specifies.
-        per: "link", "chip" or "host": the unit that has this bandwidth.
-        links: number of links of this kind of a chip or host.
+        bandwidth: bytes/s in one direction, of the unit that `per` specifies.
+        per: unit that has this bandwidth: one "link", or all links of this kind of one "chip" or "host".
+        links: number of links of this kind that a chip or host has.
         latency: seconds of one hop; None if unknown.
-        source: source of the numbers.
+        source: source of the values.
     """
 
     name: str
@@ -50,13 +49,13 @@ class Chip:
         name: name of the chip in a platform's text, such as "v5p" or "h100".
         kind: "tpu", "gpu" or "cpu".
         device_kinds: values of `jax.Device.device_kind` for devices of this chip.
-        source: sources of the numbers, one per entry.
-        bfloat16, float16, tf32, float32, float8, int8: rate of dense matrix products of that type, in FLOP/s (OP/s for
-            int8); None if unknown.
+        source: sources of the values, one per entry.
+        bfloat16, float16, tf32, float32, float8, int8: rate of dense matrix products in that number format, in FLOP/s
+            (OP/s for int8); None if unknown.
         memory: bytes of device memory; None if unknown.
         usable_memory: bytes of device memory that a program may use; None if not measured.
         memory_bandwidth: bytes/s between the memory and the chip; None if unknown.
-        clock: cycles/s in which the chip's compiler estimates the time of instructions; None if it does not.
+        clock: cycles/s, to convert the compiler's estimates, which are in cycles, to seconds; None if it has none.
         devices: number of JAX devices that one chip has when a program runs.
         chips_per_host: number of chips in one host machine; None if unknown.
         host_memory: bytes of main memory of the host; None if unknown.
@@ -84,17 +83,17 @@ class Chip:
 
     @property
     def device_bandwidth(self) -> float | None:
-        """The bytes/s between memory and chip that one JAX device has; None if unknown."""
+        """The memory bandwidth of one JAX device, in bytes/s; None if unknown."""
         return None if self.memory_bandwidth is None else self.memory_bandwidth / self.devices
 
     def peak(self, dtype: str) -> float | None:
         """Return the FLOP/s of a matrix product of `dtype` operands at JAX's default precision; None if unknown.
 
-        A float32 product runs in bfloat16 passes on a TPU and in TF32 on a GPU that supports it, unless a higher
-        precision is requested; so the peak of bfloat16 or TF32 is returned.
+        Unless a higher precision is requested, a float32 product runs in bfloat16 passes on a TPU, and in TF32 on a GPU
+        that supports it. So for float32, the peak of bfloat16 or TF32 is returned.
 
         Args:
-            dtype: name of the operands' type, such as "bfloat16", "float32" or "float8_e4m3fn".
+            dtype: name of the operands' dtype, such as "bfloat16", "float32" or "float8_e4m3fn".
 
         Example:
             >>> Platform.parse("gpu a100").chip.peak("float32")
@@ -119,11 +118,11 @@ class Platform:
 
     Args:
         chip: the kind of chip; all chips of a platform are the same.
-        chips: number of chips in one TPU slice; number of all GPUs or CPU devices.
+        chips: number of chips in one TPU slice; for GPUs and CPUs, the number of all GPUs or CPU devices.
         topology: number of chips along each axis of a TPU slice's torus; None for GPUs, for CPUs, and for chips that do
             not form a box.
         slices: number of TPU slices, which are connected by the data center's network; 1 for GPUs and CPUs.
-        network: bytes/s that a chip sends to other hosts or slices, below 1.25e14; None for that of the table.
+        network: bytes/s that a chip sends to other hosts or slices, below 1.25e14; None for the value of the table.
 
     Example:
         >>> platform = Platform.parse("tpu v5p:4x4x4")
@@ -171,23 +170,23 @@ class Platform:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """The links of a chip and of its host; a network that the platform states is the last."""
+        """The links of a chip and of its host. If the platform specifies a network rate, its network comes last."""
         if self.network is None:
             return self.chip.links
         other_links = tuple(link for link in self.chip.links if link.name != "dcn")
         return (*other_links, Link("dcn", "hosts", self.network, "chip", "the platform's text"))
 
     def peak(self, dtype: str) -> float | None:
-        """Return the FLOP/s of all chips together for products of `dtype` operands; None if unknown.
+        """Return the FLOP/s of all chips together for matrix products of `dtype` operands; None if unknown.
 
-        `mfu` is relative to this peak; `Chip.peak` describes which rate counts for each type.
+        `mfu` is relative to this peak. `Chip.peak` describes which rate is used for each dtype.
         """
         chip_peak = self.chip.peak(dtype)
         return None if chip_peak is None else chip_peak * self.chips * self.slices
 
     @property
     def device_memory(self) -> int | None:
-        """The bytes that a program may use on one JAX device, or else the device's memory; None if both are unknown."""
+        """The bytes that a program may use on one JAX device; if unknown, the device's memory, or None."""
         chip_memory = self.chip.memory if self.chip.usable_memory is None else self.chip.usable_memory
         return None if chip_memory is None else chip_memory // self.chip.devices
 
@@ -195,8 +194,8 @@ class Platform:
     def parse(cls, text: str) -> "Platform":
         """Parse a platform's text: "tpu CHIP:TOPOLOGY [x SLICES]", "gpu CHIP [x COUNT]", "cpu [x COUNT]" or "local".
 
-        The text of TPUs or GPUs may end in the rate of a chip's network, in bits or bytes: "gpu h100 x 16 over 100Gb/s"
-        or "over 12.5GB/s".
+        For TPUs and GPUs, the text may end with the network rate of a chip, in bits/s or bytes/s: "gpu h100 x 16 over
+        100Gb/s" or "over 12.5GB/s".
 
         Raises:
             UserError: the text has an unknown word, or a topology that does not exist.
@@ -247,7 +246,7 @@ def chips() -> Mapping[str, Chip]:
 
 
 def _topology_text(topology: tuple[int, ...]) -> str:
-    """Return a topology as text, such as "4x4"."""
+    """Return the text of a topology, such as "4x4"."""
     return "x".join(map(str, topology))
 
 
@@ -264,7 +263,7 @@ def _unknown_platform(text: str) -> UserError:
 
 
 def _network_rate(text: str, rate_text: str) -> int:
-    """Return the bytes/s of a network's rate, such as "100Gb/s", from the end of a platform's `text`."""
+    """Return the bytes/s of a network rate such as "100Gb/s", the end of a platform's `text`."""
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,9})?)\s*G(b|B)/s", rate_text)
     byte_rate = 0 if match is None else round(float(match[1]) * 1e9 / (8 if match[2] == "b" else 1))
     if not byte_rate:
@@ -276,7 +275,7 @@ def _network_rate(text: str, rate_text: str) -> int:
 
 
 def _parse_count(text: str, tail: str) -> int:
-    """Parse `tail`, the end of a platform's `text`: return the number after "x" or ":", or 1 if `tail` is empty."""
+    """Return the number after "x" or ":" in `tail`, the end of a platform's `text`; 1 if `tail` is empty."""
     match = re.fullmatch(r"\s*[x:]\s*([1-9][0-9]{0,6})", tail)
     if tail and match is None:
         raise UserError(f"platform {text!r}: got {tail.strip()!r}, expected a count such as 'x 8'")
@@ -290,7 +289,7 @@ def _find_chip(text: str, kind: DeviceKind, name: str, word: str, aliases: Mappi
         text: text of the platform, for the error message.
         kind: kind of the chip.
         name: name or alias of the chip; "" if the text has none, which is an error.
-        word: the word of the text that contains the name, for the error message.
+        word: the word of the text that should name the chip, for the error message.
         aliases: names of chips by alias.
         example: text of a platform of this kind, for the error message.
     """
@@ -306,7 +305,7 @@ def _find_chip(text: str, kind: DeviceKind, name: str, word: str, aliases: Mappi
 
 
 def _parse_gpu(text: str, tail: str) -> Platform:
-    """Parse the text of a GPU platform; `tail` is the part after "gpu"."""
+    """Return the platform that the text of a GPU platform specifies; `tail` is the part after "gpu"."""
     from jaxscale.platforms.gpu import ALIASES
 
     match = re.fullmatch(r"([\w-]*?)(\s*[x:]\s*[0-9]+|[^\w-].*)?", tail, re.DOTALL)
@@ -318,7 +317,7 @@ def _parse_gpu(text: str, tail: str) -> Platform:
 
 
 def _parse_tpu(text: str, tail: str) -> Platform:
-    """Parse the text of a TPU platform; `tail` is the part after "tpu"."""
+    """Return the platform that the text of a TPU platform specifies; `tail` is the part after "tpu"."""
     from jaxscale.platforms.tpu import ALIASES, check_topology, topologies
 
     match = re.fullmatch(r"([^\s:]*)(?:\s*:\s*(\S*))?(.*)", tail, re.DOTALL)
@@ -337,5 +336,5 @@ def _parse_tpu(text: str, tail: str) -> Platform:
             f"{' or '.join(platform_texts)}"
         )
     topology = tuple(map(int, topology_text.split("x")))
-    check_topology(chip.name, topology)  # refuses a slice that does not exist
+    check_topology(chip.name, topology)  # raises UserError for a slice that does not exist
     return Platform(chip, math.prod(topology), topology, _parse_count(text, count_text))

@@ -1,7 +1,7 @@
-"""Facts about TPUs, and the slice topologies that exist.
+"""Rates and memory sizes of TPUs, and the slice topologies that exist.
 
-A compiler accepts some slices that do not exist (libtpu accepts v5e:2x8 and 16x20) and crashes on others (v5e:0x4 ends
-in SIGFPE), so topologies are checked against this table first. If sources differ, the table has the lower rate. Usable
+libtpu's compiler accepts some slices that do not exist (v5e:2x8 and 16x20), and crashes on others (v5e:0x4 ends in
+SIGFPE). So topologies are checked against this table first. If sources differ, the table has the lower rate. Usable
 memory is the "available HBM" in libtpu's out-of-memory message when a program is compiled ahead of time.
 """
 
@@ -18,12 +18,12 @@ _JAX = "jax/_src/pallas/mosaic/tpu_info.py"
 
 
 def _ici(bandwidth: float, links: int, source: str) -> Link:
-    """Return the links of a chip in the torus, each with this bandwidth in bytes/s in one direction."""
+    """Return the links of a chip in the torus. `bandwidth` is that of one link, in bytes/s in one direction."""
     return Link("ici", "a chip and its neighbors in the torus", bandwidth, "link", source, links=links)
 
 
 def _pcie(bandwidth: float, source: str) -> Link:
-    """Return the PCIe link between a chip and its host with this bandwidth, in bytes/s in one direction."""
+    """Return the PCIe link between a chip and its host. `bandwidth` is in bytes/s in one direction."""
     return Link("pcie", "a chip and its host", bandwidth, "chip", source)
 
 
@@ -148,7 +148,7 @@ V7X = Chip(
 
 TPUS = (V4, V5E, V5P, V6E, V7X)
 ALIASES = {"tpu7x": "7x", "v7x": "7x", "ironwood": "7x", "trillium": "v6e"}
-"""The name of the chip for each other name that a platform's text may use."""
+"""The name of the chip, by each other name that the text of a platform may use."""
 
 # Cloud TPU documentation, TPU v5e and TPU v6e, "supported configurations"
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
@@ -160,11 +160,11 @@ _LARGEST = {"v4": 4096, "v5p": 6144, "7x": 9216}
 
 @functools.cache
 def topologies(name: str) -> tuple[tuple[int, ...], ...]:
-    """Return the topologies of all slices of a TPU, by the chip's name, from the smallest to the largest.
+    """Return the topologies of all slices of the TPU with this chip name, from the smallest to the largest.
 
-    Flat slices (v5e, v6e) are listed in a table. The slices in three dims (v4, v5p, 7x) are four small slices, and
-    all slices A x B x C of multiples of 4 with A <= B <= C, up to the largest size (Cloud TPU documentation, TPU types
-    and topologies).
+    Two-dimensional slices (v5e, v6e) are listed in a table. Three-dimensional slices (v4, v5p, 7x) are four small
+    slices, and all slices A x B x C up to the largest size, where A <= B <= C are multiples of 4 (Cloud TPU
+    documentation, TPU types and topologies).
 
     Example:
         >>> topologies("v5e")[:4]
@@ -185,10 +185,10 @@ def topologies(name: str) -> tuple[tuple[int, ...], ...]:
 
 
 def check_topology(name: str, topology: tuple[int, ...]) -> None:
-    """Raise an error if a TPU, given by the chip's name, has no slice of this topology; suggest similar topologies.
+    """Raise UserError if a TPU has no slice of this topology. The TPU is given by the chip's name.
 
     Raises:
-        UserError: the topology is not in `topologies(name)`.
+        UserError: the topology is not in `topologies(name)`; the message suggests similar topologies.
     """
     existing_topologies = topologies(name)
     if topology in existing_topologies:

@@ -1,1 +1,1 @@
-"""The values that specify a training run: an Experiment, its Plan, and the rules on which requests can be combined."""
+"""The values that specify a training run: an Experiment, its Plan, and the rules about combinations of settings."""

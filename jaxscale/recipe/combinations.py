@@ -1,8 +1,9 @@
-"""Combinations of a plan's requests that do not work together, as a table with one rule in each row.
+"""Combinations of settings that do not work together, as a table with one rule per row.
 
-A row names requests (`requests.py`). A plan is checked when it is created, and again with its mesh, experiment and
-model before a step is built. A row whose facts are unknown is skipped. This table does not contain conditions on a
-single value, which the class of the value checks, or conditions on the table of a schedule or on a traced model.
+A row names requests, that is, settings of a plan or properties of a model (`requests.py`). A plan is checked when it is
+created, and again with its mesh, experiment and model before a step is built. If the facts for a row are not known yet,
+the row is skipped. The table has no conditions on a single value, because the class of the value checks these. It also
+has no conditions on the table of a schedule, or on a traced model.
 """
 
 import dataclasses
@@ -14,11 +15,11 @@ from jaxscale.recipe.requests import Facts, Request
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A request of a plan, or a combination of requests, that is refused.
+    """A request, or a combination of requests, that is refused.
 
     Args:
         request: the request, or the combination of requests.
-        text: the reason, a semicolon, and what to do instead; `Facts.fill` replaces the fields in braces.
+        text: the reason, a semicolon, and what to do instead. `Facts.fill` replaces its fields in braces.
     """
 
     request: Request
@@ -39,18 +40,18 @@ class Incompatible(UserError):
 
 
 def batch_cut_text(facts: Facts) -> str | None:
-    """Return the text of the first request that cuts the batch on which the loss is computed; `None` if none does."""
+    """Return the text of the first request that splits the batch on which the loss is computed, or else `None`."""
     return next((text for request in CUTS_THE_BATCH if (text := request(facts)) is not None), None)
 
 
 def check(facts: Facts) -> None:
-    """Raise an error for the first rule that refuses a combination of the requests.
+    """Raise an error for the first rule that applies to a training run.
 
     Args:
-        facts: the facts of a training run that are known so far.
+        facts: the settings and properties of the training run that are known so far.
 
     Raises:
-        Incompatible: the first rule that applies, with its reason and what to do instead.
+        Incompatible: a rule applies; the error gives its reason and what to do instead.
 
     Example:
         >>> from jaxscale.recipe.plan import OffloadPlan, Plan

@@ -1,4 +1,4 @@
-"""Experiment: a training run as a value. The settings that affect only speed and memory are in its Plan."""
+"""Experiment: a training run as a value. Settings that affect only speed and memory are in the experiment's Plan."""
 
 import dataclasses
 import math
@@ -16,12 +16,12 @@ from jaxscale.values.short_repr import short_repr
 
 
 def _check(record: "Evaluation | Samples | Checkpointing | Guard | Experiment", path: str, **minima: int) -> None:
-    """Refuse a field of a wrong type, or a number that is infinite or too small; `None` is accepted.
+    """Raise UserError if a field has a wrong type, or holds a number that is infinite or too small.
 
     Args:
         record: the value whose fields are checked.
         path: path of the record in the experiment, for messages; "" for the experiment itself.
-        minima: the least allowed value of each numeric field, by the name of the field.
+        minima: the smallest allowed value of each numeric field, by field name; `None` is always allowed.
     """
     check_types(record)
     for name, minimum in minima.items():
@@ -43,8 +43,8 @@ class Evaluation:
         batches: number of held-out batches per evaluation, spread evenly over the split; `None` takes the whole split.
             The same number is taken from each of the experiment's held-out sets.
         at_start: whether to measure before the first step as well, for example when a model is fine-tuned.
-        best: name of the loss by which the best checkpoint is chosen: "loss" is that of the data's own held-out part,
-            or of the first held-out set if the data has no such part; "news/loss" is that of the held-out set "news".
+        best: name of the loss that selects the best checkpoint. "loss" is the loss of the data's own held-out part or,
+            if the data has no such part, of the first held-out set. "news/loss" is the loss of the held-out set "news".
     """
 
     every: int = 250
@@ -93,10 +93,10 @@ class Checkpointing:
         every: number of steps between checkpoints; 0 saves at the end only.
         minutes: minutes between checkpoints; `every` or `minutes` applies, whichever comes first. `None`
             counts steps only.
-        keep: number of the newest checkpoints to keep; the last good one is kept, too, if it is older.
-        best: whether to keep also the checkpoint with the least held-out loss.
-        memory_every: number of steps between copies of the state in the memory of the hosts, from which a restart
-            continues if they are newer than the newest checkpoint; 0 for none.
+        keep: number of newest checkpoints to keep; the last good checkpoint is also kept, even if it is older.
+        best: whether to also keep the checkpoint with the lowest held-out loss.
+        memory_every: number of steps between copies of the state in the hosts' memory; 0 for no copies. A restart
+            continues from the copies if they are newer than the newest checkpoint.
     """
 
     every: int = 500
@@ -113,16 +113,16 @@ class Checkpointing:
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """When to skip a step that would spoil the run. A non-finite loss, gradient or update always skips the step.
+    """When to skip a step that would harm the run. A step with a non-finite loss, gradient or update is always skipped.
 
     Args:
         spike: a step is skipped if its gradient norm is more than this many times the running mean of the norms; 0
             turns this check off.
         warmup: number of steps before the running mean is used.
-        update: a step is skipped if the root mean square of its update (of an estimate from the learning rate, for a
-            rule that bounds it) is more than this many times that of the parameters, which counts as at least 0.01; 0
-            turns this check off.
-        patience: number of steps skipped in a row after which the run stops, with exit code 4.
+        update: a step is skipped if the root mean square (RMS) of its update is more than this many times the RMS of
+            the parameters, which counts as at least 0.01; 0 turns this check off. If the optimizer's rule bounds its
+            updates, their RMS is estimated from the learning rate.
+        patience: number of consecutive skipped steps after which the run stops with exit code 4.
     """
 
     spike: float = 20.0
@@ -143,11 +143,11 @@ class Experiment:
     Args:
         name: name of the run's folder.
         model: a frozen dataclass that builds the module and its loss (`jaxscale.blocks.Model`).
-        data: a value that opens the batches (`jaxscale.data`); a dict of arrays stands for `data.Arrays`, and an
+        data: a value that opens the batches (`jaxscale.data`). A dict of arrays stands for `data.Arrays`, and an
             iterable of batches for `data.Stream`.
-        held_out: further held-out sets by name, which are evaluated beside the held-out part of `data`. Each is data
-            whose held-out part is evaluated, or stands for a set that is held out as a whole: a path of files that are
-            read as `data`, a dict of arrays, or an iterable of batches.
+        held_out: further held-out sets, by name, which are evaluated in addition to the held-out part of `data`. If a
+            set is a value of `jaxscale.data`, its held-out part is evaluated. A set may also be a path of files, which
+            are read like `data`; a dict of arrays; or an iterable of batches. Such a set is evaluated as a whole.
         optimizer: the optimizer and its schedule; a name such as "muon" stands for `Optimizer("muon")`.
         steps: number of updates.
         batch: number of rows of the global batch.
@@ -208,12 +208,15 @@ class Experiment:
 
     @property
     def train(self) -> str | None:
-        """Which parameters are trained: the optimizer's setting, or else the model's; `None` for all."""
+        """The setting that selects the trained parameters: the optimizer's, or else the model's; `None` trains all."""
         return self.optimizer.train or getattr(self.model, "train", None)
 
 
 def _refuse_flax_and_optax(experiment: Experiment) -> None:
-    """Refuse a Flax module as the model or an optax transformation as the optimizer; the error says what wraps it."""
+    """Refuse a Flax module as the model, or an optax transformation as the optimizer.
+
+    The error says which class wraps it.
+    """
     model, optimizer = experiment.model, experiment.optimizer
     model_class = model if isinstance(model, type) else type(model)
     is_module = any(cls.__module__.startswith("flax.") and cls.__name__ == "Module" for cls in model_class.__mro__)

@@ -1,4 +1,4 @@
-"""fine_tuning: the experiment that trains a Hugging Face folder on from chats, with settings that suit most."""
+"""fine_tuning: the experiment that fine-tunes a model in a Hugging Face folder on chats, with common settings."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +15,9 @@ from jaxscale.recipe.experiment import Checkpointing, Evaluation, Experiment, Sa
 from jaxscale.recipe.plan import Plan
 
 MAX_CONTEXT = 1024
-"""Longest context that is chosen; a longer one is set by name, since its memory grows with it."""
+"""Longest context that is chosen by default. A longer context needs more memory, so the user has to request it."""
 LEARNING_RATE, LORA_LEARNING_RATE = 2e-5, 2e-4
-"""Peak learning rates of all parameters and of adapters, those of Alpaca and QLoRA (Dettmers et al. 2023, table 9)."""
+"""Peak learning rates: for all parameters as in Alpaca, for adapters as in QLoRA (Dettmers et al. 2023, table 9)."""
 EPOCHS = 3.0
 _EVALUATIONS = 4
 
@@ -33,22 +33,22 @@ def fine_tuning(
     batch: int = 8,
     context: int | None = None,
 ) -> Experiment:
-    """Return the experiment that fine-tunes a Hugging Face folder on chats, with loss on the answers alone.
+    """Return the experiment that fine-tunes the model in a Hugging Face folder on chats. The loss counts answers only.
 
-    The chats are read and encoded here, since the number of steps depends on them. The held-out loss is measured
-    before the first step, and at each quarter of the run. Accelerators compute in bfloat16. `dataclasses.replace` or
-    `jx.override` changes any of it.
+    The chats are read and encoded here, because the number of steps depends on them. The held-out loss is measured
+    before the first step, and after each quarter of the run. Accelerators compute in bfloat16. To change a setting, use
+    `dataclasses.replace` or `jx.override` on the result.
 
     Args:
         folder: folder with config.json, safetensors, tokenizer.json and a chat template.
-        chats: JSONL file of chats, a glob, or several (`data.Chats` has the forms of a row).
-        held_out: files of the chats to evaluate, in the same form; `None` holds out the last tenth of `chats`.
-        lora: rank of adapters, which alone are trained; `None` trains all parameters.
+        chats: JSONL file of chats, a glob, or a sequence of these. `data.Chats` describes the formats of a row.
+        held_out: files of the chats to evaluate, in the same format; `None` holds out the last tenth of `chats`.
+        lora: rank of the adapters; only the adapters are trained. `None` trains all parameters.
         epochs: number of passes over the chats, 3 by default.
         steps: number of updates, instead of `epochs`.
         batch: number of rows of the global batch.
-        context: number of tokens per row; by default that of the longest chat, rounded up to a multiple of 64, and at
-            most 1,024 or the model's.
+        context: number of tokens per row. By default, it is the length of the longest chat, rounded up to a multiple of
+            64, but at most 1,024, and at most the context of the model.
 
     Raises:
         UserError: a file is not as described, the folder's model is not a language model, or a number is out of range.
@@ -99,5 +99,5 @@ def fine_tuning(
 
 
 def _path_or_paths(paths: Any) -> Any:
-    """Return one path unchanged, or several as a tuple."""
+    """Return a single path unchanged; return several paths as a tuple."""
     return paths if isinstance(paths, str | Path) else tuple(paths)

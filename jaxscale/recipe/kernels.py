@@ -1,7 +1,7 @@
-"""Kernels: the implementations of kernels that a plan names, as a value with a text form.
+"""Kernels: the implementations of kernels that a plan requests, as a value with a text form.
 
-This module does not import JAX. A `KernelChoice` is an implementation that a step uses; `step/traced_checks.py` records
-the choices while it traces the step.
+This module does not import JAX. A `KernelChoice` is an implementation that a step actually uses.
+`step/traced_checks.py` records these choices while it traces the step.
 """
 
 import dataclasses
@@ -18,22 +18,22 @@ KNOWN = {
     "quantize": ("tpu", "gpu", "reference"),
     "top_k": ("tpu", "gpu", "reference"),
 }
-"""The implementations of each kernel that a plan can name, as in `pallas_kernels`."""
+"""The implementations that a plan can name, by kernel. The names are those of `pallas_kernels`."""
 PLATFORMS = {"tpu": "tpu", "gpu": "gpu", "cudnn": "gpu", "splash": "tpu"}
 """The platform of each implementation that does not run on all platforms."""
 CODECS = ("quantize", "top_k")
-"""Kernels that codecs use. The step passes the implementations that the plan names to `pallas_kernels.dispatch`."""
+"""Kernels that codecs use. The step passes the plan's choice of their implementations to `pallas_kernels.dispatch`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """The implementation of each kernel, and the chunks of the loss.
+    """The implementation of each kernel, and the chunk size of the loss.
 
     The text form is "auto", "reference" or "KERNEL=IMPLEMENTATION[,...]", with or without "loss_chunk=POSITIONS".
 
     Args:
-        default: "auto" takes the best implementation of each kernel that runs on the platform; "reference" takes plain
-            JAX.
+        default: "auto" takes, for each kernel, the best implementation that runs on the platform; "reference" takes
+            plain JAX.
         named: (kernel, implementation) for each kernel that does not follow the default.
         loss_chunk: number of target positions of a row for which the loss is computed at a time; `None` for all.
 
@@ -70,7 +70,7 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
 
     @classmethod
     def parse(cls, text: str) -> "Kernels":
-        """Return the `Kernels` of a text form.
+        """Return the `Kernels` that a text form specifies.
 
         Raises:
             UserError: the text names an unknown kernel or implementation (the message suggests a similar name).
@@ -106,7 +106,7 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
 
     @property
     def attends(self) -> str:
-        """The implementation of attention that the plan requests, by the name that the layers use."""
+        """The implementation of attention that the plan requests, under the name that the layers use."""
         return {"reference": "plain"}.get(self.of("attention"), self.of("attention"))
 
     @property
@@ -115,15 +115,15 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
         return dict(self.named).get("cross_entropy", "auto")
 
     def of(self, kernel: str) -> str:
-        """Return the implementation of a kernel that the plan requests: "auto", or a name in `KNOWN`."""
+        """Return the implementation that the plan requests for a kernel: "auto", or a name in `KNOWN`."""
         return dict(self.named).get(kernel, self.default)
 
     def of_codecs(self) -> dict[str, str]:
-        """Return the implementation of each kernel in `CODECS` by the kernel's name, without kernels left to "auto"."""
+        """Return the requested implementation of each kernel in `CODECS`, by kernel. Kernels with "auto" are omitted."""
         return {kernel: self.of(kernel) for kernel in CODECS if self.of(kernel) != "auto"}
 
     def check_platform(self, platform: str) -> None:
-        """Raise an error for a named implementation that does not run on a platform, before anything is traced.
+        """Raise an error if a named implementation does not run on a platform. Call this before anything is traced.
 
         Args:
             platform: kind of the devices: "cpu", "gpu" or "tpu".
@@ -154,8 +154,8 @@ class KernelChoice:
         kernel: name of the kernel.
         platform_name: platform and chip, such as "tpu v5e".
         implementation: name of the chosen implementation.
-        why: the reason why the implementation is not a kernel of the platform; `None` if it is such a kernel, or if
-            nothing better exists.
+        why: the reason for not using a kernel that is specific to the platform; `None` if such a kernel is used, or if
+            no better one exists.
     """
 
     kernel: str
@@ -165,7 +165,7 @@ class KernelChoice:
 
 
 def fields_of(choices: Sequence[KernelChoice]) -> dict[str, Any]:
-    """Return the kernels of a step as fields of an event in metrics.jsonl: platform, implementations, and reasons.
+    """Return the kernels of a step as fields of an event in metrics.jsonl: platform, implementations and reasons.
 
     Args:
         choices: the chosen implementations.
@@ -185,7 +185,7 @@ def fields_of(choices: Sequence[KernelChoice]) -> dict[str, Any]:
 
 
 def platform_and_kernels(fields: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return (platform, text on the kernels) of a step; `None` if the step used no kernel.
+    """Return the platform of a step, and a text about the step's kernels; `None` if the step used no kernel.
 
     Args:
         fields: fields of an event, from `fields_of`.
@@ -206,7 +206,7 @@ def platform_and_kernels(fields: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def lines_of(choices: Sequence[KernelChoice]) -> list[str]:
-    """Return a line for the user on the kernels of a step; no line if the step used no kernel.
+    """Return a list with one line about the kernels of a step, for the user; `[]` if the step used no kernel.
 
     Args:
         choices: the chosen implementations.

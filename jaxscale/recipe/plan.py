@@ -35,13 +35,13 @@ class OffloadPlan:
     """Which memory holds weights, gradients and optimizer state: the memory of the device, or that of the host.
 
     Args:
-        weights: memory of the weights that the passes read. If they lie on the host, each block's weights are copied to
-            the device when the block runs (L2L, ZeRO-Infinity).
-        gradients: memory of the gradients of weights that lie on the host. If the gradients also lie on the host, an
+        weights: memory of the weights that the forward and backward passes read. If it is the host's, each block's
+            weights are copied to the device when the block runs (L2L, ZeRO-Infinity).
+        gradients: memory of the gradients, if the weights lie on the host. If the gradients also lie on the host, an
             update reads them slice by slice.
-        optimizer_state: memory of the optimizer state: "device"; "streamed", on the host, and updated on the device in
-            slices (ZeRO-Infinity); or "host", where the host's CPU updates the state and the float32 weights
-            (ZeRO-Offload).
+        optimizer_state: memory of the optimizer state. "device": on the device. "streamed": on the host; the device
+            updates it in slices (ZeRO-Infinity). "host": on the host; the host's CPU updates the state and the float32
+            weights (ZeRO-Offload).
 
     Example:
         >>> str(OffloadPlan(weights="host", optimizer_state="streamed"))
@@ -63,7 +63,7 @@ class OffloadPlan:
 
     @property
     def masters(self) -> bool:
-        """Whether the float32 weights lie on the host between steps."""
+        """Whether the float32 master weights lie on the host between steps."""
         return self.weights == "host" or self.optimizer_state == "host"
 
     @property
@@ -80,8 +80,8 @@ class StatePlan:
         moments: number format of the moments: float32, int8 (softsign and square-root companding), dynamic8 (Dettmers'
             map), int4 or fp8. In all formats but float32, each block of moments has a scale. The moments of embeddings,
             heads, norms and small arrays stay float32.
-        master: format of the weights between steps: "float32", or "split": bfloat16 weights, which the passes read, and
-            a correction of 8 bits for each weight.
+        master: format of the weights between steps: "float32" or "split". With "split", the weights are stored as
+            bfloat16 weights, which the forward and backward passes read, and an 8-bit correction for each weight.
     """
 
     moments: Literal["float32", "int8", "dynamic8", "int4", "fp8"] = "float32"
@@ -100,7 +100,7 @@ _ignores_moved: contextvars.ContextVar[bool] = contextvars.ContextVar("ignores_m
 def ignoring_moved_fields() -> contextlib.AbstractContextManager[None]:
     """Return a context in which `Plan` ignores fields of version 1 that have moved, instead of refusing them.
 
-    The context is for loading the experiment file of an earlier run, whose actual plan is then read from plan.json.
+    The context is for loading the experiment file of an earlier run. The plan of that run is read from plan.json.
     """
     return scoped(_ignores_moved, True)
 
@@ -134,33 +134,33 @@ class Plan:
         mesh: number of devices along each axis, such as "data:2,fsdp:4"; `None` takes the largest number of devices
             over which the rows of a batch can be split evenly.
         zero: ZeRO stage over the fsdp axis: 1 shards optimizer state, 2 also gradients, 3 also parameters; 0 for none.
-        sequence_parallel: whether to use Megatron's sequence parallelism, which splits the sequence of norms and
-            residuals over the tensor axis.
-        microbatches: number of parts in which a batch is processed, one after the other; their gradients are summed.
+        sequence_parallel: whether to use Megatron's sequence parallelism, which shards norms and residuals along the
+            sequence over the tensor axis.
+        microbatches: number of parts of a batch, which are processed one after the other; their gradients are summed.
         pipeline: the schedule by which stages of the model's blocks run on the devices of the pipe axis, such as
-            "1f1b:4x8", which sets 4 stages and 8 microbatches. Options follow: "1f1b:4x8,stash=input".
+            "1f1b:4x8", which sets 4 stages and 8 microbatches. Options may be appended: "1f1b:4x8,stash=input".
         precision: number format to compute in; parameters and optimizer state stay float32.
         matmul: precision of float32 matrix products, as in `jax.default_matmul_precision`; or the format to which
             layers round their operands and gradients: fp8 (e4m3, e5m2), int8, int4 (radix-4 gradients, Sun et al.).
         reduce: number format in which gradients are reduced across devices; `None` takes the format of `precision`. Or
-            a codec that compresses gradients between replicas, over the slow axis: "int8", "powersgd:4", "topk:0.01".
-            With a codec, gradients within a replica are reduced in the format of `precision`.
-        diloco: settings with which replicas train alone, and synchronize their weights every few steps, such as
-            "every=100,lr=0.7,momentum=0.9,fragments=1". Between synchronizations, replicas exchange only single
-            numbers. A codec in `reduce` compresses the messages of a synchronization. With `None`, replicas take every
-            step together.
+            a codec that compresses gradients between replicas, over the replica axis: "int8", "powersgd:4",
+            "topk:0.01". With a codec, gradients within a replica are reduced in the format of `precision`.
+        diloco: settings of DiLoCo, such as "every=100,lr=0.7,momentum=0.9,fragments=1": replicas train independently,
+            and synchronize their weights every few steps. Between synchronizations, replicas exchange only scalars. A
+            codec in `reduce` compresses the messages of a synchronization. With `None`, replicas take every step
+            together.
         memory: rule for the values that each block keeps for the backward pass: "none" (all values), "dots" (matrix
             products), "full" (no value, so that all values are recomputed), and others.
-        offload: tensors in host memory.
+        offload: which of the weights, gradients and optimizer state are kept in host memory.
         state: number formats of the weights and of the optimizer's moments between steps.
         kernels: implementations of kernels: "auto", the best that run on the platform; "reference", plain JAX; or by
             name, such as "attention=chunked,cross_entropy=tpu". In addition, "loss_chunk=128" sets the number of target
             positions of a row for which the loss is computed at a time.
-        unroll: number of layers per iteration of the scan over layers. It becomes 1 under a memory rule that treats one
+        unroll: number of layers per iteration of the scan over layers. It is reduced to 1 if the memory rule treats one
             layer at a time, and on a CPU under every memory rule but `none`.
         rules: mesh axes of each logical axis.
-        compiler: options of XLA for the train step: "default"; names of sets for the chip, such as "overlap"; and
-            single options, such as "xla_gpu_enable_triton_gemm=false".
+        compiler: options of XLA for the train step: "default"; names of option sets for the chip, such as "overlap";
+            and single options, such as "xla_gpu_enable_triton_gemm=false".
 
     A field with a text form accepts the text or the value: `mesh="fsdp:4"` is `mesh=MeshSpec(fsdp=4)`.
 
@@ -229,11 +229,11 @@ class Plan:
                     f"pipeline {self.pipeline} takes {rank_count} devices along pipe, but mesh {self.mesh} has "
                     f"{self.mesh.pipe}; leave pipe out of the mesh"
                 )
-        check(Facts(self))  # refuses combinations of requests
+        check(Facts(self))  # refuses combinations of settings
 
     @property
     def asynchronous(self) -> bool:
-        """Whether there is a pipeline whose stages update their weights at different times."""
+        """Whether the plan has a pipeline whose stages update their weights at different times."""
         return self.pipeline is not None and self.pipeline.asynchronous
 
     @property
@@ -273,7 +273,7 @@ def read_plan(path: Any) -> Plan:
 def version_1_fields(plan: Plan) -> dict[str, Any]:
     """Return the JSON of a plan in version 1.
 
-    A hash of this JSON is part of the names of the arrays in flight of an asynchronous pipeline in a checkpoint.
+    A checkpoint of an asynchronous pipeline names the arrays that are in flight by a hash of this JSON.
 
     Example:
         >>> version_1_fields(Plan(pipeline=PipelinePlan.parse("1f1b:2x4,stash=input")))["stash"]

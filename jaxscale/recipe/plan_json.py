@@ -1,4 +1,4 @@
-"""Upgrade of plans of version 1, where fields of `pipeline`, `offload`, `state` and `kernels` were on the top level."""
+"""Upgrade of plans of version 1, whose fields of `pipeline`, `offload`, `state` and `kernels` were on the top level."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ PIPELINE_FIELDS = ("stages", "stash", "lowering", "anneal", "correction", "synch
 OFFLOAD_FIELDS = ("weights", "gradients", "optimizer_state")
 """Fields of version 1 that are now fields of `offload`."""
 STATE_FIELDS = {"state": "moments", "master": "master"}
-"""The field of `state` that replaces a field of version 1, by the name of the old field."""
+"""The field of `state` that replaces each field of version 1, by the name of the old field."""
 MOVED_FIELDS = {
     **{
         name: f"pipeline, as an option: such as 1f1b:4x8,{name}={example}"
@@ -19,7 +19,7 @@ MOVED_FIELDS = {
     "attention": "kernels, such as attention=chunked",
     "loss_chunk": "kernels, such as loss_chunk=128",
 }
-"""Text on the field or option that replaces a field of version 1, by the name of the old field."""
+"""A text about the field or option that replaces each field of version 1, by the name of the old field."""
 
 
 def upgrade(data: Any) -> Any:

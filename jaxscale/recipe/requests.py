@@ -1,8 +1,8 @@
-"""Requests that a plan or an experiment can make, for the rules of `combinations.py`.
+"""Requests: the settings and properties of a training run that the rules of `combinations.py` refer to.
 
-A request is a function of the facts of a training run. It returns the text of the request, such as "zero 3", or `None`
-if the run does not make the request. A condition is a function of the facts, too. It returns whether the facts meet the
-condition, or `None` if that is still unknown.
+A request is a function of the facts of a training run. If the run has the setting, the function returns the setting's
+text, such as "zero 3"; otherwise it returns `None`. A condition is also a function of the facts. It returns whether the
+facts meet the condition, or `None` if that is still unknown.
 """
 
 import dataclasses
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 
 _OR_STACK = ", or stack the parameters of the blocks by nnx.vmap and run them by nnx.scan"
-"""A way around the limits of blocks that are separate submodules."""
+"""Advice for messages: how to avoid the limits of blocks that are separate submodules."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The facts of a training run that are known when the run's combination of requests is checked.
+    """The facts of a training run that are known when its combination of settings is checked.
 
     Args:
         plan: the plan; if it has no mesh, rules about a mesh axis are skipped.
         experiment: the experiment; `None` if a plan is checked alone.
         state: names of the arrays that the model has in addition to parameters.
         has_blocks: whether the model has a `Stack` or a `Chain`, or a scan over blocks; `None` while that is unknown.
-        has_unlike_blocks: whether the stages of the pipeline have unlike blocks, or alike ones that are not stacked.
-        separate_blocks: paths of these blocks in a model that is not built of jaxscale's layers.
+        has_unlike_blocks: whether the blocks of the pipeline's stages differ, or are alike but not stacked.
+        separate_blocks: paths of the blocks that are not stacked, in a model that is not built of jaxscale's layers.
         has_copies: whether two devices of the pipeline have the weights of the same stage.
-        mixing: name of the operation by which the optimizer's update mixes elements of a tensor. `None` if the update
-            mixes no elements, or mixes only elements of one layer, with a state of the parameters' shapes.
+        mixing: name of the operation by which the optimizer's update mixes elements of a tensor. It is `None` if the
+            update is elementwise, or mixes only elements of one layer and has a state of the parameters' shapes.
         has_reshaped_state: whether the optimizer mixes elements, and keeps arrays whose shapes no parameter has.
     """
 
@@ -56,7 +56,7 @@ class Facts:
         return None if self.plan.mesh is None else self.plan.mesh.sizes[axis]
 
     def fill(self, text: str) -> str:
-        """Return the text of a rule, with its fields in braces replaced by facts."""
+        """Return the text of a rule, with the facts inserted for its fields in braces."""
         plan, experiment = self.plan, self.experiment
         optimizer_name = "" if experiment is None else experiment.optimizer.name
         plain_optimizer = optimizer_name.removeprefix("one_bit_").replace("adam", "adamw")
@@ -71,7 +71,7 @@ class Facts:
 
     @property
     def messages(self) -> "Messages | None":
-        """The function that computes the momenta that replicas send; `None` unless the optimizer is a one-bit one."""
+        """The function that computes the momenta that replicas send; `None` if the optimizer is not a one-bit one."""
         return None if self.experiment is None else self.experiment.optimizer.messages(self.experiment.steps)
 
     @property
@@ -81,13 +81,13 @@ class Facts:
 
 
 Request: TypeAlias = Callable[[Facts], str | None]
-"""A function from the facts to the text of a request; it returns `None` if the run does not make the request."""
+"""A function of the facts that returns the text of a request; `None` if the run does not make the request."""
 Condition: TypeAlias = Callable[[Facts], bool | None]
-"""A function from the facts to whether they meet a condition; it returns `None` if that is still unknown."""
+"""A function of the facts that returns whether they meet a condition; `None` if that is still unknown."""
 
 
 MEMORY, PIPELINE = "memory {plan.memory}", "pipeline {plan.pipeline.form}"
-"""Texts of requests, with fields of the plan in braces."""
+"""Templates for texts of requests, with fields of the plan in braces."""
 FOREIGN = "a model of layers that are not jaxscale's"
 
 
@@ -95,14 +95,14 @@ def request_when(text: str, is_made: Callable[[Facts], bool]) -> Request:
     """Return a request that is made if a condition on the facts holds.
 
     Args:
-        text: text of the request, with fields of the plan and of the experiment in braces.
+        text: template for the text of the request, with fields of the plan and of the experiment in braces.
         is_made: function that returns whether the condition holds.
     """
     return lambda facts: text.format(plan=facts.plan, experiment=facts.experiment) if is_made(facts) else None
 
 
 def pipeline_request(is_made: "Callable[[PipelinePlan], bool]", text: str = PIPELINE) -> Request:
-    """Return a request that is made if there is a pipeline and a condition on the pipeline holds."""
+    """Return a request that is made if the plan has a pipeline and a condition on the pipeline holds."""
     return request_when(text, lambda facts: facts.plan.pipeline is not None and is_made(facts.plan.pipeline))
 
 
@@ -121,7 +121,7 @@ def combination(first_request: Request, second_request: Request) -> Request:
 def request_unless(request: Request, condition: Condition) -> Request:
     """Return a request that is made if `request` is made and a condition does not hold.
 
-    While it is unknown whether the condition holds, the request counts as not made.
+    As long as it is unknown whether the condition holds, the request counts as not made.
     """
     return lambda facts: request(facts) if condition(facts) is False else None
 
@@ -130,7 +130,7 @@ def plan_field(path: str, *values: object) -> Request:
     """Return a request that is made if the field of the plan at a dotted path has one of `values`."""
 
     def request(facts: Facts) -> str | None:
-        """Return the path and setting of the field; `None` if the setting is not one of `values`."""
+        """Return the path and value of the field as text; `None` if the value is not one of `values`."""
         setting = operator.attrgetter(path)(facts.plan)
         return f"{path} {setting}" if setting in values else None
 
@@ -141,7 +141,7 @@ def pipeline_option(name: str) -> Request:
     """Return a request that is made if an option of the pipeline differs from its default."""
 
     def request(facts: Facts) -> str | None:
-        """Return the name and setting of the option; `None` if it has its default."""
+        """Return the name and value of the option as text; `None` if the option has its default."""
         pipeline = facts.plan.pipeline
         setting = None if pipeline is None else getattr(pipeline, name)
         return None if setting == getattr(type(pipeline), name, None) else f"{name} {setting}"
@@ -164,17 +164,17 @@ pipeline = pipeline_request(lambda pipeline: True)
 asynchronous = pipeline_request(lambda pipeline: pipeline.asynchronous)
 """A pipeline whose stages update their weights at different times."""
 newest_weights = pipeline_request(lambda pipeline: not pipeline.asynchronous)
-"""A pipeline whose gradients are of the newest weights."""
+"""A pipeline that computes gradients with respect to the newest weights."""
 own_weights = pipeline_request(lambda pipeline: pipeline.name != "pipemare")
 """A pipeline whose backward passes read the same weights as their forward passes."""
 phased_lowering = pipeline_request(lambda pipeline: pipeline.lowering == "phased", "lowering phased")
-"""A pipeline lowered without branches: in each tick, all devices run forward passes, or all run backward passes."""
+"""A pipeline that is lowered without branches. In each tick, all devices run forward passes, or all backward passes."""
 kept_residuals = pipeline_request(lambda pipeline: pipeline.stash == "residuals", "stash residuals")
 """A pipeline whose stages keep the residuals that the memory plan specifies."""
 weight_correction = pipeline_request(
     lambda pipeline: bool(pipeline.correction), "correction {plan.pipeline.correction}"
 )
-"""PipeMare's correction of weights."""
+"""A pipeline with PipeMare's correction of weights."""
 copied_stages = request_when(PIPELINE, lambda facts: facts.has_copies)
 """A pipeline in which two devices have the weights of the same stage."""
 one_bit = request_when("optimizer {experiment.optimizer.name}", lambda facts: facts.messages is not None)
@@ -196,7 +196,7 @@ average = request_when(
     "optimizer.ema {experiment.optimizer.ema}",
     lambda facts: facts.experiment is not None and facts.experiment.optimizer.ema is not None,
 )
-"""An average of weights."""
+"""An exponential moving average of the weights."""
 frozen_parameters = request_when(
     "train {experiment.train}", lambda facts: facts.experiment is not None and facts.experiment.train is not None
 )
@@ -205,27 +205,27 @@ few_bit_base = request_when(
     "a base in {experiment.model.few_bits}",
     lambda facts: facts.experiment is not None and getattr(facts.experiment.model, "few_bits", None) is not None,
 )
-"""A model whose weights that are not trained are stored in few bits."""
+"""A model whose frozen weights are quantized."""
 loss_over_batch = request_when(
     "a loss over the whole batch",
     lambda facts: facts.experiment is not None and ModelTraits.of(facts.experiment.model).over == "batch",
 )
 """A model whose loss is declared to couple the rows of a batch."""
 diloco = request_when("diloco {plan.diloco}", lambda facts: facts.plan.diloco is not None)
-"""Replicas that train alone, and synchronize every few steps."""
+"""Replicas that train independently, and synchronize every few steps (DiLoCo)."""
 zero = request_when("zero {plan.zero}", lambda facts: facts.plan.zero > 0)
 """A ZeRO stage from 1 to 3."""
 microbatches = request_when("microbatches {plan.microbatches}", lambda facts: facts.plan.microbatches > 1)
-"""Several microbatches, with or without a pipeline."""
+"""More than one microbatch, with or without a pipeline."""
 memory_of_weights = request_when(MEMORY, lambda facts: facts.plan.memory.name == "everything_saveable")
 """A memory plan that keeps all values, including the weights that a block reads."""
 memory_of_sequences = request_when(MEMORY, lambda facts: facts.plan.memory.rule not in ("none", "dots", "full", "jax"))
-"""A memory plan whose decision depends on the sequence of all blocks."""
+"""A memory plan whose choices depend on the sequence of all blocks."""
 host_updates_by_slices = request_when(
     "{plan.offload}",
     lambda facts: facts.plan.offload.any and facts.plan.offload.optimizer_state != "host",
 )
-"""Optimizer state or weights on the host that are updated on the device, slice by slice."""
+"""Optimizer state or weights on the host that the device updates slice by slice."""
 weights_host, gradients_host = plan_field("offload.weights", "host"), plan_field("offload.gradients", "host")
 """Weights in host memory, and gradients in host memory."""
 state_host = plan_field("offload.optimizer_state", "host")
@@ -233,11 +233,11 @@ state_host = plan_field("offload.optimizer_state", "host")
 state_off_device = plan_field("offload.optimizer_state", "host", "streamed")
 """Optimizer state in host memory, updated by the host or by the device."""
 split_weights = plan_field("state.master", "split")
-"""Weights that are stored in bfloat16 with 8 bits of correction."""
+"""Weights that are stored as bfloat16 and an 8-bit correction."""
 
 
 def unlike_blocks(facts: Facts) -> str | None:
-    """Return the text of a request for a pipeline whose stages have unlike blocks, or blocks that are not stacked."""
+    """Return the text of the request for a pipeline of blocks that differ or are not stacked; otherwise `None`."""
     if not facts.has_unlike_blocks:
         return None
     pipeline_text, paths = (
@@ -250,31 +250,31 @@ def unlike_blocks(facts: Facts) -> str | None:
 
 
 def asynchronous_unlike_blocks(facts: Facts) -> str | None:
-    """Return the text of a request for an asynchronous pipeline of unlike blocks, or of blocks that are not stacked."""
+    """Return the text of `unlike_blocks` if the pipeline is asynchronous; otherwise `None`."""
     return unlike_blocks(facts) if asynchronous(facts) else None
 
 
 def codec(facts: Facts) -> str | None:
-    """Return the text of a request for a codec of gradients, or for an optimizer whose replicas send momenta."""
+    """Return the text of the request for a codec of gradients, or of a one-bit optimizer's momenta; else `None`."""
     if facts.codes_momenta:
         return one_bit(facts)
     return f"reduce {facts.plan.reduce}" if isinstance(facts.plan.reduce, NamedCodec) else None
 
 
 def codec_beside_one_bit(facts: Facts) -> str | None:
-    """Return the text of a request for a setting of `reduce` other than the codec of a one-bit optimizer."""
+    """Return the text of `reduce` if it is set, but not to the codec that a one-bit optimizer requires; else `None`."""
     return None if facts.codes_momenta or facts.plan.reduce is None else f"reduce {facts.plan.reduce}"
 
 
 def microbatches_beside_pipeline(facts: Facts) -> str | None:
-    """Return the text of a request for a number of microbatches other than the number of the pipeline."""
+    """Return the text of `microbatches` if it is over 1 and differs from the pipeline's number; otherwise `None`."""
     pipeline = facts.plan.pipeline
     pipeline_microbatches = None if pipeline is None or pipeline.name == "auto" else pipeline.shape()[1]
     return None if facts.plan.microbatches == pipeline_microbatches else microbatches(facts)
 
 
 def model_state(facts: Facts) -> str | None:
-    """Return the text of a request for a model that has state in addition to its parameters."""
+    """Return a text about the model's state if the model has state in addition to its parameters; otherwise `None`."""
     return f"a model that holds state of its own ({', '.join(facts.state[:3])})" if facts.state else None
 
 
@@ -284,7 +284,7 @@ def has_blocks(facts: Facts) -> bool | None:
 
 
 def meets_before_the_end(facts: Facts) -> bool | None:
-    """Return whether DiLoCo's replicas meet before the end of the run; `None` if that is unknown."""
+    """Return whether DiLoCo's replicas synchronize at least once in the run; `None` if that is unknown."""
     plan, experiment = facts.plan, facts.experiment
     return None if experiment is None or plan.diloco is None else plan.diloco.every <= experiment.steps
 
@@ -301,7 +301,10 @@ def has_axis(axis: str) -> Condition:
 
 
 def has_fsdp_devices(facts: Facts) -> bool | None:
-    """Return whether the fsdp axis has several devices; `None` for one device, which `has_several_devices` handles."""
+    """Return whether the fsdp axis has several devices; `None` if the mesh is unknown or has one device.
+
+    `has_several_devices` is the condition for the latter case.
+    """
     return None if facts.plan.mesh is not None and facts.plan.mesh.devices == 1 else has_axis("fsdp")(facts)
 
 

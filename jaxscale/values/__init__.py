@@ -3,9 +3,9 @@
 Type annotations have the same meaning (`annotations.py`) in experiment.json, plan.json, the command line and error
 messages. The supported types are bool, int, float, str, paths, `Literal`, `X | None` and other unions, tuples, lists,
 dicts, dataclasses, and classes with a text form: a `parse` classmethod and a `__str__` that invert each other
-(`MeshSpec`, `MemoryPlan`). If a field is declared as a protocol, `Any` or a union of dataclasses, its JSON gives the
-class under "type", by its public name (`type_names.py`) or as MODULE:CLASS. Functions and classes are written to JSON
-but not read, because code is rebuilt from its file. Enums and generic dataclasses are not supported.
+(`MeshSpec`, `MemoryPlan`). If a field is declared as a protocol, `Any` or a union of dataclasses, its JSON names the
+value's class under "type", by its public name (`type_names.py`) or as MODULE:CLASS. Functions and classes are written
+to JSON but not read, because code is rebuilt from its file. Enums and generic dataclasses are not supported.
 """
 
 from jaxscale.values.annotations import describe, field_types, is_record

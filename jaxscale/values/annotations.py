@@ -1,4 +1,4 @@
-"""The meaning of a field's declared type, which Python calls a *type hint*, and its description in messages."""
+"""The meaning of a field's declared type (Python's *type hint*), and the description of a type in messages."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from jaxscale.errors import UserError, near_miss
 
 @functools.cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Return the declared type of each field that a dataclass's `__init__` takes, by name; {} for other classes."""
+    """Return the declared type of each field that a dataclass's `__init__` takes, by name; `{}` for other classes."""
     if not dataclasses.is_dataclass(cls):
         return {}
     field_names = [field.name for field in dataclasses.fields(cls) if field.init]
@@ -30,7 +30,7 @@ def is_record(value: Any) -> bool:
 
 
 def has_text_form(cls: Any) -> bool:
-    """Return whether `cls` is a class with a text form, that is, with a `parse` that inverts `__str__`."""
+    """Return whether `cls` is a class with a text form: its `parse` inverts its `__str__`."""
     return isinstance(cls, type) and callable(getattr(cls, "parse", None)) and cls.__str__ is not object.__str__
 
 
@@ -45,12 +45,12 @@ def is_optional(hint: Any) -> bool:
 
 
 def _is_open(hint: Any) -> bool:
-    """Return whether a type, such as `Any` or a protocol, does not determine the class of a value."""
+    """Return whether a type does not determine the class of a value, such as `Any` or a protocol."""
     return hint is Any or hint is object or isinstance(hint, TypeVar) or getattr(hint, "_is_protocol", False)
 
 
 def has_class_in_json(hint: Any) -> bool:
-    """Return whether the JSON of a dataclass in a field of this type names the dataclass, under the key "type"."""
+    """Return whether the JSON of a dataclass value names its class under the key "type", in a field of this type."""
     record_types = [alternative for alternative in alternatives(hint) if dataclasses.is_dataclass(alternative)]
     return _is_open(hint) or any(map(_is_open, alternatives(hint))) or len(record_types) > 1
 
@@ -126,7 +126,7 @@ def wrong_type_error(path: str, value: Any, hint: Any, suggestion: str = "") -> 
 
 
 def literal_suggestion(value: Any, hint: Any) -> str:
-    """Return the end of a message, which suggests the literal of a type that is most similar to a value, if any."""
+    """Return the end of a message that suggests the literal most similar to a value; "" if no literal is similar."""
     literals = [
         str(literal)
         for alternative in alternatives(hint)
@@ -137,7 +137,7 @@ def literal_suggestion(value: Any, hint: Any) -> str:
 
 
 def error_at_path(error: UserError, path: str, field_names: Sequence[str]) -> UserError:
-    """Return the error of a nested value with the value's path: "zero: got 7" becomes "plan.zero: got 7".
+    """Return the error of a nested value with the value's path added: "zero: got 7" becomes "plan.zero: got 7".
 
     Args:
         error: the error that the nested value raised.
@@ -146,6 +146,6 @@ def error_at_path(error: UserError, path: str, field_names: Sequence[str]) -> Us
     """
     if not path:
         return error
-    message = str(error).removeprefix(f"{path.rpartition('.')[2]}.")  # some errors already have the value's name
+    message = str(error).removeprefix(f"{path.rpartition('.')[2]}.")  # some errors already begin with the value's name
     first_word = message.split(":")[0].split(" ")[0]
     return UserError(f"{path}.{message}" if first_word.split(".")[0] in field_names else f"{path}: {message}")

@@ -34,7 +34,7 @@ _TYPE = "type"
 
 
 _ONE_WAY_KEYS = ("callable", "object")
-"""Keys of values that are written to JSON but not read."""
+"""JSON keys for functions, classes and other objects, which are written to JSON but cannot be read."""
 
 
 def to_json(value: Any) -> Any:
@@ -54,12 +54,12 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(cls: type[T], data: Any, source_name: str = "the JSON") -> T:
-    """Return the value of type `cls` that `to_json` converted to JSON; missing fields get their defaults.
+    """Return the value of type `cls` from the JSON that `to_json` returned. Missing fields get their defaults.
 
     Args:
         cls: a dataclass, or any other supported type.
         data: JSON values, as `json.loads` returns them.
-        source_name: name of the file, for messages.
+        source_name: name of the JSON's file, for messages.
 
     Raises:
         UserError: a field is unknown, or a value is invalid or of a wrong type; the message gives `source_name` and the
@@ -72,7 +72,7 @@ def from_json(cls: type[T], data: Any, source_name: str = "the JSON") -> T:
 
 
 def has_code(data: Any) -> bool:
-    """Return whether the JSON from `to_json` contains a function, class or other object that cannot be read."""
+    """Return whether JSON from `to_json` contains a function, class or other object that cannot be read."""
     if isinstance(data, dict):
         return any(key in data for key in _ONE_WAY_KEYS) or any(map(has_code, data.values()))
     return isinstance(data, list) and any(map(has_code, data))
@@ -82,8 +82,8 @@ def read_json(path: Any) -> Any:
     """Return the content of a JSON file, local or in a bucket.
 
     Raises:
-        UserError: there is no such file, or the file is not JSON (because it is truncated or binary, for example), or
-            is larger or nested more deeply than any file that jaxscale writes.
+        UserError: the file does not exist, is not JSON (for example, because it is truncated or binary), or is larger
+            or nested more deeply than any file that jaxscale writes.
     """
     return parse_json(read_bytes(path), str(path))
 
@@ -125,7 +125,7 @@ def _json_of(value: Any, hint: Any) -> Any:
 
 
 def _code_name(code: Any) -> str:
-    """Return MODULE:NAME of a function, a class or an object's class; the text does not change between runs.
+    """Return MODULE:NAME of a function or class; for another object, of its class. The text is the same in all runs.
 
     Example:
         >>> import json
@@ -141,7 +141,7 @@ def _code_name(code: Any) -> str:
 
 
 def _argument_texts(positional: Iterable[Any], named: Mapping[str, Any]) -> list[str]:
-    """Return the arguments of a call as texts, first the positional arguments and then the named ones."""
+    """Return the arguments of a call as texts: first the positional arguments, then the named arguments."""
     return [*map(_argument_text, positional), *(f"{name}={_argument_text(value)}" for name, value in named.items())]
 
 
@@ -247,17 +247,17 @@ def _load_record(data: Any, cls: type, path: str) -> Any:
 
 
 def load_union(load_as: Callable[[Any], Any], hint: Any, path: str, data: Any) -> Any:
-    """Return the value that the first matching alternative of a union makes of JSON or text.
+    """Return the value of a union type from its JSON or text. The first alternative that accepts it determines it.
 
     Args:
-        load_as: function that returns the value as a given alternative, or raises UserError.
+        load_as: function that loads the JSON or text as the alternative that it is passed, or raises UserError.
         hint: the union.
         path: dotted path of the value, for messages.
         data: the JSON or text of the value.
 
     Raises:
-        UserError: no alternative accepts the JSON or text. If only one alternative is not `None`, the message is based
-            on the error of that alternative.
+        UserError: no alternative accepts the JSON or text. If the union is one type or `None`, the message is based on
+            the error of that type.
     """
     non_none_types = [alternative for alternative in alternatives(hint) if alternative is not types.NoneType]
     non_none_types.sort(key=lambda alternative: alternative is str)  # str is the last, because it accepts any text
@@ -280,7 +280,7 @@ def load_union(load_as: Callable[[Any], Any], hint: Any, path: str, data: Any) -
         try:
             return load_as(alternative)
         except UserError as error:
-            # for a text, the error of a class with a text form is the most specific
+            # if a text is given, the error of a class with a text form is the most specific
             if has_text_form(alternative) and isinstance(data, str):
                 text_form_error = error
     suggestion = literal_suggestion(data, hint)
@@ -294,7 +294,7 @@ def load_union(load_as: Callable[[Any], Any], hint: Any, path: str, data: Any) -
 
 
 def parse_text_form(text: str, cls: Any, path: str) -> Any:
-    """Return the value of a class with a text form from its text; `path` is the value's path, for messages."""
+    """Parse the text form of a value of class `cls`. Error messages begin with `path`, the value's path."""
     try:
         return cls.parse(text)
     except UserError as error:

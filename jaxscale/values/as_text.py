@@ -1,4 +1,4 @@
-"""Fields that are set by dotted path and text, as in `--plan.mesh fsdp:4`."""
+"""Set fields of nested dataclasses from dotted paths and texts, as in `--plan.mesh fsdp:4`."""
 
 import contextlib
 import dataclasses
@@ -28,14 +28,13 @@ T = TypeVar("T")
 
 
 def override(value: T, changes: Mapping[str, str]) -> T:
-    """Return a value with new values, given as texts, of the fields at some dotted paths.
+    """Return a copy of a value in which the fields at some dotted paths have new values. These are given as texts.
 
-    Each dataclass on a path is replaced once, with all its changes. So a dataclass never checks a mixture of old and
-    new values.
+    Each dataclass on a path is replaced once, with all its changes. So its checks never see a part of the changes.
 
     Args:
         value: a frozen dataclass.
-        changes: texts by dotted path: `{"model.embed": "256", "plan.mesh": "fsdp:4"}`; `-` may stand for `_` in a path.
+        changes: texts by dotted path: `{"model.embed": "256", "plan.mesh": "fsdp:4"}`. In a path, `-` may replace `_`.
 
     Raises:
         UserError: a path is unknown (the message suggests a similar one), or a text is not of the field's type.
@@ -142,7 +141,7 @@ def spell(value: Any) -> str:
 
 
 def _number(text: str, hint: type, path: str) -> int | float:
-    """Return the number in a text, of type `hint` (int or float); "1e4" is a whole number, too."""
+    """Return the number in a text as `hint`, int or float. A text such as "1e4" is also a valid int."""
     number = math.nan
     for number_type in (float, hint):
         with contextlib.suppress(ValueError):
@@ -187,7 +186,7 @@ def _check_path(value: Any, path: str, user_path: str) -> None:
 
 
 def _near_path(path: str, known_paths: Sequence[str]) -> str:
-    """Return the end of a message, which suggests a known path that is similar, or has a similar field name."""
+    """Return the end of a message that suggests a similar known path or, if none is similar, lists all known paths."""
     if len(path) > MAX_WORD_CHARACTERS:
         return f"; expected one of {', '.join(known_paths)}"
     path_by_field_name = {known_path.rpartition(".")[2]: known_path for known_path in reversed(known_paths)}
@@ -206,16 +205,16 @@ def _near_path(path: str, known_paths: Sequence[str]) -> str:
 
 
 def _narrow_type(hint: Any, value: Any) -> Any:
-    """Return a field's declared type; for `Any`, the type of its value if that is a bool, number or path."""
+    """Return a field's declared type; if that is `Any` and the value is a bool, number or path, the value's type."""
     return type(value) if hint is Any and isinstance(value, bool | int | float | PurePath) else hint
 
 
 def _replace(value: Any, changes: Mapping[str, Any], path: str) -> Any:
-    """Return a value with some fields replaced.
+    """Return a copy of a value with some fields replaced.
 
     Args:
         value: a frozen dataclass.
-        changes: by field name, the field's new text, or for a nested dataclass a dict of the same kind.
+        changes: the field's new text, by field name; for a nested dataclass, a dict of the same form instead.
         path: dotted path of the value, for messages.
     """
     hint_by_field = field_types(type(value))

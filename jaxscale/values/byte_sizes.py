@@ -1,4 +1,4 @@
-"""Numbers of bytes from texts such as `1.5GiB` or `200MB`, and back to texts without loss."""
+"""Conversion of texts such as `1.5GiB` or `200MB` to numbers of bytes, and back without loss."""
 
 import re
 from decimal import Decimal
@@ -21,7 +21,7 @@ def parse_bytes(text: str, quantity: str = "bytes") -> int:
         quantity: name of the quantity, for the beginning of error messages.
 
     Raises:
-        UserError: the text is not a number >= 0 with a known unit, or gives a fraction of a byte.
+        UserError: the text is not a number >= 0 with a known unit, or is not a whole number of bytes.
 
     Example:
         >>> parse_bytes("1.5GiB"), parse_bytes("200 MB"), parse_bytes("0")
@@ -88,7 +88,7 @@ def bytes_text(byte_count: int) -> str:
 
 
 def bytes_at_least(byte_count: int) -> str:
-    """Return a readable text for a budget of at least `byte_count` bytes, and of at most 1 % more.
+    """Return a readable text for a budget that is at least `byte_count` bytes, and at most 1 % larger.
 
     Example:
         >>> bytes_at_least(5_308_186_624), bytes_at_least(27136), bytes_at_least(12)
@@ -100,7 +100,7 @@ def bytes_at_least(byte_count: int) -> str:
 
 
 def short_budget(byte_count: int) -> int:
-    """Return a budget of at least `byte_count` bytes, and of at most 0.8 % more, that has a short `bytes_text`.
+    """Round a budget up by at most 0.8 %, to a number of bytes whose `bytes_text` is short.
 
     Example:
         >>> bytes_text(1_215_968_048), bytes_text(short_budget(1_215_968_048)), short_budget(96)

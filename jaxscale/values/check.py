@@ -17,7 +17,7 @@ from jaxscale.values.limits import MAX_INT_BITS
 
 
 def check(value: Any, hint: Any, path: str) -> None:
-    """Raise UserError if a value, or a value inside it, is not of its declared type.
+    """Raise UserError if a value, or an item inside it, is not of its declared type.
 
     Args:
         value: the value.
@@ -25,7 +25,7 @@ def check(value: Any, hint: Any, path: str) -> None:
         path: dotted path of the value, for messages.
     """
     if len(alternatives(hint)) > 1:
-        # alternatives that clearly do not match are skipped, because creating an error is slow
+        # skip alternatives that clearly do not match, because creating an error is slow
         for alternative in alternatives(hint):
             if isinstance(alternative, type) and not isinstance(
                 value, (alternative, int) if alternative is float else alternative
@@ -77,12 +77,12 @@ def check(value: Any, hint: Any, path: str) -> None:
 
 
 def _is_literal(value: Any, hint: Any) -> bool:
-    """Return whether a value is one of a `Literal`; values of other types, such as arrays, are not compared."""
+    """Return whether a value equals one of a `Literal` and has its type. Arrays are therefore never compared."""
     return any(type(value) is type(literal) and value == literal for literal in get_args(hint))
 
 
 def _is_float(number: int | float) -> bool:
-    """Return whether a number is in the range of floats, and not NaN."""
+    """Return whether a number can be represented as a float and is not NaN."""
     try:
         return not math.isnan(number)
     except OverflowError:

@@ -5,7 +5,7 @@ from typing import Any, Final, NamedTuple
 
 
 class Absent(enum.Enum):
-    """Marks a path that a JSON value lacks; the mark differs from every string that a user can write."""
+    """Marks a path that a JSON value does not have. The mark differs from every value that JSON can contain."""
 
     ABSENT = "absent"
 
@@ -39,7 +39,7 @@ def difference(first: Any, second: Any, path: str = "") -> list[Difference]:
     Args:
         first: a JSON value.
         second: another JSON value.
-        path: dotted path of both values, a prefix of the paths of the differences.
+        path: dotted path of both values. The paths of the differences begin with it.
 
     Example:
         >>> [str(change) for change in difference({"model": {"embed": 256}}, {"model": {"embed": 128}})]

@@ -1,7 +1,7 @@
-"""The picture of a value in a notebook: a class has `_repr_html_ = drawn`, as it may have `__repr__ = short_repr`.
+"""The picture of a value in a notebook. A class uses it as `_repr_html_ = drawn`.
 
-The pictures are those of the report, which lies above all rooms that define values. The report is loaded by name when
-a notebook first asks for a picture, so that a value imports nothing.
+The package `report` draws the pictures. It depends on the packages that define the values, so these cannot import it.
+It is therefore loaded by name when a notebook first asks for a picture.
 """
 
 import importlib
@@ -11,9 +11,9 @@ _DRAWINGS = "jaxscale.report.notebook"
 
 
 def drawn(self: Any) -> str | None:
-    """Return the value's picture as HTML; `None` if it has none, so that a notebook shows the value's text.
+    """Return the value's picture as HTML; `None` if it has no picture, so that a notebook shows the value's text.
 
-    The picture is optional: an error while it is drawn never stops a notebook's cell.
+    If drawing the picture raises an error, the result is also `None`, so that a notebook's cell never fails.
 
     Example:
         >>> from jaxscale.sharding.mesh import MeshSpec

@@ -1,9 +1,9 @@
-"""Differences between a value and the JSON of an earlier value, which an earlier program may have written.
+"""Differences between a value and the JSON of an earlier value, which an earlier version may have written.
 
-The differences decide whether a run can be resumed, so irrelevant ones are removed first. If the earlier JSON lacks a
-field that was added to the class later, the field gets the default value. Paths in a field with the metadata
-`{"place": "content"}` are ignored, because another field holds a hash of the content; in a field with
-`{"place": "name"}`, only the last name of a path counts.
+The differences decide whether a run can be resumed, so irrelevant differences are removed first. If the earlier JSON
+lacks a field that was added to the class later, the field gets its default value. Paths in a field with the metadata
+`{"place": "content"}` are ignored, because another field holds a hash of the content. In a field with the metadata
+`{"place": "name"}`, only the last part of a path is compared.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxscale.values.type_names import type_name
 
 
 def changes(value: Any, earlier: Any) -> list[Difference]:
-    """Return the differences between the JSON of a value and earlier JSON, ignoring new fields and folders of files.
+    """Return the differences between the JSON of a value and earlier JSON. New fields and folders of files are ignored.
 
     Args:
         value: a frozen dataclass.
@@ -71,14 +71,14 @@ def _align(value: Any, new_json: Any, old_json: Any) -> tuple[Any, Any]:
 
 
 def _inner_values(value: Any) -> dict[str, Any]:
-    """Return the values inside a mapping or a dataclass, by their names in JSON."""
+    """Return the items of a mapping, or the field values of a dataclass, by their names in JSON; `{}` for others."""
     if isinstance(value, Mapping):
         return {str(name): item for name, item in value.items()}
     return {name: getattr(value, name) for name in field_types(type(value))} if is_record(value) else {}
 
 
 def _missing_defaults(value: Any, old_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON of the default of each field that earlier JSON lacks; {} if the class rejects the defaults."""
+    """Return the JSON of the default of each field that earlier JSON lacks; `{}` if the class rejects the defaults."""
     field_names = list(field_types(type(value)))
     missing_names = [name for name in field_names if name not in old_fields]
     if not missing_names:
@@ -92,14 +92,14 @@ def _missing_defaults(value: Any, old_fields: Mapping[str, Any]) -> dict[str, An
 
 
 def _is_path(value: Any) -> bool:
-    """Return whether a JSON value is a path with a folder, or a list of such paths; a word like "byte" is not."""
+    """Return whether a JSON value is a path that contains a separator, or a list of such paths."""
     if isinstance(value, list):
         return bool(value) and all(map(_is_path, value))
     return isinstance(value, str) and ("/" in value or "\\" in value)
 
 
 def _without_place(path_or_paths: Any, place_kind: str) -> Any:
-    """Return paths without their folders if `place_kind` is "name", or a constant text if it is "content"."""
+    """Return paths without their folders if `place_kind` is "name"; return a constant text if it is "content"."""
     if place_kind == "content":
         return "a place"
     if isinstance(path_or_paths, list):

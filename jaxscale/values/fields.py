@@ -1,4 +1,4 @@
-"""The check of a value's fields when the value is created, so that no field ever has a wrong type."""
+"""The check of the types of a dataclass's fields when a value is created."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from jaxscale.values.check import check
 
 
 def check_types(value: Any) -> None:
-    """Check that every field of a frozen dataclass holds its declared type; call this first in `__post_init__`.
+    """Check that every field of a frozen dataclass has its declared type. Call this first in `__post_init__`.
 
     If a field's type has a text form, the field also accepts a text, which is parsed: `Plan(mesh="fsdp:4")`. A float
-    field accepts an int, which is converted, but not NaN. An int or float field does not accept a bool. A field with an
-    annotation that cannot be checked accepts any value.
+    field accepts an int, which is converted, but not NaN. An int or float field does not accept a bool. If an
+    annotation cannot be checked, its field accepts any value.
 
     Raises:
-        UserError: a field does not hold its declared type; the message gives the field, its value and that type.
+        UserError: a field does not have its declared type; the message names the field, its value and the type.
 
     Example:
         >>> import dataclasses

@@ -12,14 +12,14 @@ def check_parameters(
 ) -> None:
     """Raise UserError if a function cannot be called with `argument_count` positional arguments.
 
-    Functions in C that do not specify their parameters pass.
+    The check passes for functions in C that do not specify their parameters.
 
     Args:
         function: the function.
         name: name of the field that holds the function, for messages.
         argument_count: number of positional arguments.
-        example: source code of a function that can be called like this.
-        keyword: name of a further parameter that the function may have; its argument is passed by name.
+        example: source code of a valid function, for messages.
+        keyword: name of a further parameter that the function may have; its argument is passed by keyword.
 
     Example:
         >>> check_parameters(lambda: 1, "make", 1, "lambda rngs: nnx.Linear(2, 3, rngs=rngs)")

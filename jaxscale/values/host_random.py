@@ -1,9 +1,10 @@
-"""Random numbers of NumPy and Python in a model or a score: drawn in a trace, they are constants of the compiled step.
+"""A warning about random numbers of NumPy or Python in a model or a score. A compiled step would repeat them forever.
 
-Drawing changes the state of a generator. The states of NumPy's global generator, and of those that are globals of the
-model's and the score's files or variables around the functions, are compared before and after a trace; that of Python's
-global generator only if such a file imports `random`, and beartype, which draws from it, is not loaded. A generator
-that is made in the function itself, such as an unseeded `np.random.default_rng()`, is not found.
+Such numbers are drawn while the step is traced, so they become constants of the compiled step. Drawing changes the
+state of a generator, so the states before and after a trace are compared. The compared generators are NumPy's global
+generator, and the generators among the globals of the model's and score's files and among their functions' closure
+variables. Python's global generator is compared only if such a file imports `random`, and if beartype, which draws
+from it, is not loaded. A generator that the function itself creates, such as `np.random.default_rng()`, is not found.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from jaxscale.values.user_frames import place_of
 
 @contextlib.contextmanager
 def warning_of_host_random(model: Any) -> Iterator[None]:
-    """Return a context that warns if a generator of the host draws while a model's loss is traced in it.
+    """Return a context in which a model's loss is traced. It warns if a random generator of the host draws meanwhile.
 
     Args:
         model: the model, whose `make` and `score` are the user's functions.
@@ -44,7 +45,7 @@ def warning_of_host_random(model: Any) -> Iterator[None]:
 
 
 def _generator_states(*functions: Any) -> dict[str, str]:
-    """Return the state of each generator that the functions may read, as text, by the generator's name."""
+    """Return the state of each random generator that the functions may use, as text, by the generator's name."""
     state_by_name = {"np.random": repr(np.random.get_state(legacy=False))}
     for function in functions:
         for name, generator in _variables_of(function).items():
@@ -60,7 +61,7 @@ def _generator_states(*functions: Any) -> dict[str, str]:
 
 
 def _variables_of(function: Any) -> Mapping[str, Any]:
-    """Return the globals of a function's file, and the variables around the function, by name."""
+    """Return the globals of a function's file and the function's closure variables, by name."""
     while isinstance(function, functools.partial):
         function = function.func
     module = sys.modules.get(getattr(function, "__module__", None) or "")
@@ -68,6 +69,6 @@ def _variables_of(function: Any) -> Mapping[str, Any]:
     cells = getattr(function, "__closure__", None) or ()
     variable_names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     for name, cell in zip(variable_names, cells, strict=False):
-        with contextlib.suppress(ValueError):  # a variable that is not set yet
+        with contextlib.suppress(ValueError):  # the variable is not set yet
             value_by_name[name] = cell.cell_contents
     return value_by_name

@@ -1,6 +1,6 @@
-"""Reads files that others wrote: only regular files, no more bytes than a bound, and JSON of bounded depth.
+"""Read files that other programs may have written: only regular files, of limited size, and JSON of limited depth.
 
-A device such as /dev/zero never ends, and a pipe may never begin; both are refused before they are opened.
+A device such as /dev/zero never ends, and a pipe may block forever. Both are refused before they are opened.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def read_bytes(path: Any, max_bytes: int = MAX_JSON_BYTES) -> bytes:
         max_bytes: the most bytes that the file may have.
 
     Raises:
-        UserError: there is no such file, it is not a regular file, is too large, or cannot be read.
+        UserError: the file does not exist, is not a regular file, is too large, or cannot be read.
     """
     try:
         if "://" not in os.fspath(path):
@@ -61,7 +61,7 @@ def check_regular(path: Any, max_bytes: int | None = None) -> int:
 
     Raises:
         UserError: the path is a folder, a device, a pipe or a socket, or the file is too large.
-        OSError: there is no such file, or it cannot be reached.
+        OSError: the file does not exist, or cannot be accessed.
     """
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
@@ -73,7 +73,7 @@ def check_regular(path: Any, max_bytes: int | None = None) -> int:
 
 
 def is_regular(path: Any) -> bool:
-    """Return whether a path leads to a regular file; false also for a name that no file can have.
+    """Return whether a path leads to a regular file. For an invalid file name, return False.
 
     Example:
         >>> is_regular("/dev/zero"), is_regular("n" * 300), is_regular("a\\0b")
@@ -90,10 +90,10 @@ def parse_json(text: str | bytes, place: str) -> Any:
 
     Args:
         text: the text, or its bytes in UTF-8.
-        place: name of the file, for the beginning of messages.
+        place: name of the text's file; messages begin with this name.
 
     Raises:
-        UserError: the text is not JSON in UTF-8, is nested too deeply, or has a whole number of thousands of digits.
+        UserError: the text is not JSON in UTF-8, is nested too deeply, or has a number with thousands of digits.
 
     Example:
         >>> parse_json('{"a": [1]}', "a.json")
@@ -136,9 +136,9 @@ def _is_deeper(json_value: Any, depth: int) -> bool:
 
 
 def whole_number(text: str) -> int | None:
-    """Return the number that a text of at most 18 digits from 0 to 9 gives; `None` for any other text.
+    """Return the whole number in a text of at most 18 digits from 0 to 9; `None` for any other text.
 
-    `str.isdigit` accepts superscripts, for which `int` raises an error, and any number of digits.
+    `str.isdigit` would accept any number of digits, and superscripts, for which `int` raises an error.
 
     Example:
         >>> whole_number("12"), whole_number("\\N{SUPERSCRIPT TWO}"), whole_number("-1"), whole_number("9" * 5000)
@@ -148,14 +148,14 @@ def whole_number(text: str) -> int | None:
 
 
 def check_own_file(path: Any) -> None:
-    """Raise an error for a path that must not be written to: a folder, a device, a pipe, or a link to a file beside it.
+    """Raise an error for a path that must not be written to: a folder, device or pipe, or a link into its own folder.
 
     Args:
         path: a local path; the file need not exist.
 
     Raises:
-        UserError: the path is not that of a regular file, or is a link to a file in the same folder.
-        OSError: the path cannot be reached.
+        UserError: the path exists and is not a regular file, or is a link to another file in the same folder.
+        OSError: the path cannot be accessed.
     """
     if not os.path.lexists(path):
         return
@@ -167,7 +167,7 @@ def check_own_file(path: Any) -> None:
 
 
 def is_folder(path: Any) -> bool:
-    """Return whether a path leads to a folder; false also for a name that no folder can have.
+    """Return whether a path leads to a folder. For an invalid folder name, return False.
 
     Example:
         >>> is_folder("/"), is_folder("n" * 300), is_folder("a\\0b")
@@ -180,5 +180,5 @@ def is_folder(path: Any) -> bool:
 
 
 def is_name_too_long(error: OSError) -> bool:
-    """Return whether an error of the operating system is about a name of more than 255 bytes."""
+    """Return whether an OSError reports that a file name is too long (over 255 bytes)."""
     return error.errno == errno.ENAMETOOLONG

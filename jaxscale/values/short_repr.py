@@ -1,13 +1,14 @@
-"""The text of a value in a notebook: its class, and the fields that are not at their defaults."""
+"""The text of a value in a notebook: its class, and the fields that differ from their defaults."""
 
 import dataclasses
 from typing import Any
 
 
 def short_repr(self: Any) -> str:
-    """Return the constructor call that makes a dataclass value, without fields that have their defaults.
+    """Return the constructor call that makes a dataclass value. Fields with their default values are left out.
 
-    A class uses it as `__repr__ = short_repr`. Values with a text form stand as texts, which the constructor takes.
+    A class uses this function as `__repr__ = short_repr`. A value with a text form is shown as its text, which the
+    constructor accepts.
 
     Example:
         >>> from jaxscale.recipe.plan import Plan
@@ -30,7 +31,7 @@ def short_repr(self: Any) -> str:
 
 
 def _is_default(value: Any, field: "dataclasses.Field[Any]") -> bool:
-    """Return whether a field has its default; false for a value that cannot be compared, such as an array."""
+    """Return whether a field has its default value. For a value that cannot be compared (an array), return False."""
     default = field.default
     if default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()

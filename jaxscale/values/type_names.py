@@ -1,8 +1,8 @@
-"""Public names for classes in JSON, under "type". The names stay valid if a class moves to another module.
+"""Public names of classes in JSON, under the key "type". The names stay valid if a class moves to another module.
 
 A field is open if its declared type does not determine the class of the field's value. Every class of jaxscale that an
-open field of an experiment accepts is listed here. JSON gives classes of the user as MODULE:CLASS. Their modules are
-never imported for a file's sake, because an import executes code: the running program must have imported them.
+open field of an experiment accepts is listed here. For a user's class, JSON has MODULE:CLASS. Reading JSON never
+imports such a module, because an import executes code. So the running program must have imported the module before.
 """
 
 import dataclasses
@@ -33,9 +33,9 @@ _MODULE_BY_NAME = {
     "models.ResNet": "jaxscale.models.resnet",
     "models.ViT": "jaxscale.models.vit",
 }
-"""Module of the class with each public name."""
+"""The module that defines each class, by the class's public name."""
 _PUBLIC = {f"{module}:{name.rpartition('.')[2]}": name for name, module in _MODULE_BY_NAME.items()}
-"""Public name of each current MODULE:CLASS."""
+"""The public name of each class, by its current MODULE:CLASS."""
 _EARLIER = {
     "jaxscale.data.images:Images": "data.Images",
     "jaxscale.data.text:Mixture": "data.Mixture",
@@ -49,14 +49,14 @@ _EARLIER = {
     "jaxscale.models.resnet:ResNet": "models.ResNet",
     "jaxscale.models.vit:ViT": "models.ViT",
 }
-"""Current public name for each MODULE:CLASS in files of earlier versions. Lines are added, but never removed."""
+"""The public name of each class, by its MODULE:CLASS in files of earlier versions. Lines must never be removed."""
 
 
 def type_name(path: str) -> str:
     """Return the public name of a class, or `path` itself if the class has none.
 
     Args:
-        path: a current MODULE:CLASS, a name in an earlier file, or a public name.
+        path: a current MODULE:CLASS, a name in a file of an earlier version, or a public name.
 
     Example:
         >>> type_name("jaxscale.models.decoder:Decoder"), type_name("models.Decoder"), type_name("mine:Net")
@@ -66,7 +66,7 @@ def type_name(path: str) -> str:
 
 
 def public_class(name: str) -> type | None:
-    """Return the loaded class of jaxscale with this name, such as "Experiment"; `None` if there is none.
+    """Return the class with this name, such as "Experiment", in the imported modules of jaxscale, or else `None`.
 
     Example:
         >>> public_class("UserError").__module__, public_class("Nothing")
@@ -80,9 +80,9 @@ def public_class(name: str) -> type | None:
 
 
 def is_user_module(name: str) -> bool:
-    """Return whether an imported module is the user's: the program, or a file in no folder of installed packages.
+    """Return whether an imported module is the user's: the main program, or a file outside of installed packages.
 
-    A class of an installed package may execute code when it is made from a stranger's values, such as a lazy module.
+    A class of an installed package, such as a lazy module, may execute code when it is created from a stranger's JSON.
 
     Example:
         >>> is_user_module("__main__"), is_user_module("json"), is_user_module("jaxscale.errors")
@@ -100,7 +100,7 @@ def is_user_module(name: str) -> bool:
 
 @functools.cache
 def _package_folders() -> tuple[str, ...]:
-    """Return the real paths of the folders of jaxscale, its kernels, Python's library and installed packages."""
+    """Return the resolved paths of the folders of jaxscale, its kernels, Python's library and installed packages."""
     package_folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     kernels_folder = os.path.join(os.path.dirname(package_folder), "pallas_kernels")
     library_folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -111,8 +111,8 @@ def type_of(name: str, path: str) -> type:
     """Return the dataclass that the JSON key "type" names.
 
     Args:
-        name: a public name, MODULE:CLASS, or a name in an earlier file.
-        path: dotted path of the record, for messages.
+        name: a public name, MODULE:CLASS, or a name in a file of an earlier version.
+        path: dotted path of the value, for messages.
 
     Raises:
         UserError: there is no such dataclass.
@@ -128,7 +128,7 @@ def type_of(name: str, path: str) -> type:
     if (
         not isinstance(candidate, type)
         or not dataclasses.is_dataclass(candidate)
-        or not is_user_module(candidate.__module__)  # a module of the user's may hold other modules
+        or not is_user_module(candidate.__module__)  # a user's module may contain other modules
     ):
         expected_text = (
             "expected MODULE:CLASS of a dataclass in a module of yours that this program has imported: import it, in "

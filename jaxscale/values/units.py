@@ -9,7 +9,7 @@ _DECIMAL = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3,
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a measured number as text, with `digits` significant digits; empty for `None`.
+    """Return a measured number as text, with `digits` significant digits; "" for `None`.
 
     Example:
         >>> number(1.46872), number(0.000123456), number(float("nan")), number(None), number(1234567.0)
@@ -31,7 +31,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def count(value: float) -> str:
-    """Return a count as text: exact below 100,000; rounded and with a decimal prefix from 100,000 on.
+    """Return a count as text. Below 100,000 it is exact; from 100,000 on, it is rounded and has a decimal prefix.
 
     Example:
         >>> count(12), count(98765), count(1_536_000), count(8.03e9)
@@ -107,7 +107,7 @@ def duration(seconds: float) -> str:
             return f"{_three_digits(seconds)} s"
         is_short = 0 < abs(seconds) < 1e-5  # three digits of milliseconds would be 0.00
         return f"{_three_digits(seconds * 1e6)} us" if is_short else f"{_three_digits(seconds * 1e3)} ms"
-    # seconds in a unit and in the next smaller unit, and the names of both units
+    # (seconds in a unit, seconds in the next smaller unit, names of both units)
     scales = ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s"))
     for unit_seconds, smaller_seconds, unit, smaller_unit in scales:
         if seconds >= unit_seconds:
@@ -117,7 +117,7 @@ def duration(seconds: float) -> str:
 
 
 def field(name: str, value: object) -> str:
-    """Return the value of a metric's field as text, in the unit at the end of the field's name.
+    """Return the value of a metrics field as text, in the unit that the end of the field's name specifies.
 
     Example:
         >>> field("step_seconds", 0.25), field("temp_bytes", 2048), field("path", "checkpoints/500")
@@ -137,7 +137,7 @@ def field(name: str, value: object) -> str:
 
 
 def _text_beyond_floats(value: float) -> str:
-    """Return "inf", "-inf" or "nan" for a number that is not finite, or beyond the range of floats; "" for others."""
+    """Return "inf", "-inf" or "nan" if a number is not finite or beyond the range of floats; "" for other numbers."""
     try:
         return "" if math.isfinite(value) else _with_minus(repr(float(value)))
     except OverflowError:
@@ -145,12 +145,12 @@ def _text_beyond_floats(value: float) -> str:
 
 
 def _scaled_value_and_unit(value: float, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """Return a value divided by the largest scale that it reaches, and its unit; (value, "") below all scales."""
+    """Return a value in the largest unit that it reaches, and that unit; (value, "") if it is below all scales."""
     return next(((value / scale, unit) for scale, unit in scales if abs(value) >= scale), (value, ""))
 
 
 def _three_digits(value: float) -> str:
-    """Return a number as text with three significant digits, and without a power of ten."""
+    """Return a number as text with three significant digits, without an exponent."""
     if value == 0:
         return "0"
     return f"{value:.{max(0, 2 - max(0, math.floor(math.log10(abs(value)))))}f}"

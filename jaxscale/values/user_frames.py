@@ -1,7 +1,7 @@
-"""Where the user's own code is: the frames of a traceback, the line of a function, and what to change there.
+"""Find the user's own code in a traceback or a function, and give advice on what to change there.
 
-An error in a model, a score or a schedule arises hundreds of frames deep in JAX, Flax and jaxscale. The user's line and
-a sentence on what to change stand at the beginning of the message.
+An error in a model, a score or a schedule arises hundreds of frames deep in JAX, Flax and jaxscale. Therefore, the
+message begins with the user's line and a sentence about what to change.
 """
 
 import functools
@@ -24,7 +24,7 @@ PACKAGE_FOLDERS = tuple(
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     )
 )
-"""Folders whose code is not the user's: jaxscale, its kernels, Python's library and installed packages."""
+"""Folders with code that is not the user's: jaxscale, its kernels, Python's library and installed packages."""
 _NO_NUMBERS = "the step is traced once, without numbers"
 _ADVICE_BY_ERROR = {
     "TracerBoolConversionError": f"{_NO_NUMBERS}, so Python's if, while, and, or and assert cannot read an array: "
@@ -41,11 +41,11 @@ _ADVICE_BY_ERROR = {
     "TraceContextError": "a variable of a module is written inside a transformation of JAX that does not belong to it: "
     "use nnx.jit, nnx.grad or nnx.scan instead of that of jax",
 }
-"""What to change, by the name of the error's class."""
+"""Advice on what to change, by the name of the error's class."""
 
 
 def frames_and_lines_of(trace: TracebackType | None) -> list[tuple[FrameType, int]]:
-    """Return the frames of the user's code in a traceback, with the number of the line that each was at."""
+    """Return (frame, line number) for each frame of a traceback that is in the user's code."""
     frames_and_lines = []
     while trace is not None:
         if is_user_code(trace.tb_frame.f_code):
@@ -55,14 +55,17 @@ def frames_and_lines_of(trace: TracebackType | None) -> list[tuple[FrameType, in
 
 
 def is_user_code(code: CodeType) -> bool:
-    """Return whether code is the user's: in a file outside of installed packages, or in a cell of a notebook."""
+    """Return whether code is the user's: it is in a file outside of installed packages, or in a notebook's cell."""
     file = code.co_filename
     is_there = os.path.exists(file) or (file in linecache.cache and not file.startswith("<"))
     return is_there and not os.path.abspath(file).startswith(PACKAGE_FOLDERS)
 
 
 def shown_path(code: CodeType) -> str:
-    """Return the path of code's file, relative to the current folder if it lies below; for a cell, a description."""
+    """Return the path of a code object's file; relative to the working directory, if the file lies below it.
+
+    For a cell of a notebook, return "a cell of the notebook".
+    """
     file, folder = Path(code.co_filename), Path.cwd()
     if "ipykernel_" in str(file.parent):
         return "a cell of the notebook"
@@ -70,10 +73,10 @@ def shown_path(code: CodeType) -> str:
 
 
 def place_of(function: Any) -> str:
-    """Return the file and first line of a user's function or object, as "FILE:LINE: "; "" if it is not the user's.
+    """Return the file and first line of a user's function, as "FILE:LINE: "; "" if the function is not the user's.
 
     Args:
-        function: a function, method, `functools.partial`, or an object that can be called.
+        function: a function, method, `functools.partial`, or another callable object.
 
     Example:
         >>> place_of(len), place_of(place_of)
@@ -91,7 +94,7 @@ def place_of(function: Any) -> str:
 
 
 def place_in(error: BaseException) -> str:
-    """Return the user's innermost line in an error's traceback, as "FILE:LINE: "; "" if there is none."""
+    """Return the innermost line of the user's code in an error's traceback, as "FILE:LINE: "; "" if there is none."""
     frames_and_lines = frames_and_lines_of(error.__traceback__)
     if not frames_and_lines:
         return ""
@@ -100,11 +103,11 @@ def place_in(error: BaseException) -> str:
 
 
 def advice_on(error: BaseException, frame: FrameType | None = None) -> str:
-    """Return what to change after an error, as a text to append that starts with "; "; "" if nothing is known.
+    """Return advice on an error, to append to its message; "" if nothing is known. The text begins with "; ".
 
     Args:
         error: the error.
-        frame: the user's innermost frame, whose variables may explain it.
+        frame: the user's innermost frame. Its variables may explain the error.
     """
     advice = next(
         (_ADVICE_BY_ERROR[cls.__name__] for cls in type(error).__mro__ if cls.__name__ in _ADVICE_BY_ERROR), ""
@@ -151,19 +154,19 @@ _FIELD_BY_OTHER_NAME = {
     "loss": ("score", ""),
     "loss_fn": ("score", ""),
 }
-"""Field, and text to append to the suggestion, by the name that other frameworks use for the field."""
+"""(field, text to append to the suggestion), by the name that other frameworks use for the field."""
 _UNEXPECTED_ARGUMENT = re.compile(r"^(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
 
 def _advice_on_name(name: str, frame: FrameType) -> str:
-    """Return a suggestion for a name that is not defined, to append to an error; "" if there is none."""
+    """Return a suggestion for an undefined name, to append to an error; "" if no name is similar."""
     if hasattr(frame.f_locals.get("self"), name):
         return f"; did you mean 'self.{name}'?"
     return near_miss(name, [*frame.f_locals, *frame.f_globals])
 
 
 def _advice_on_attribute(error: AttributeError, frame: FrameType) -> str:
-    """Return a suggestion for an attribute that does not exist, to append to an error; "" if there is none."""
+    """Return a suggestion for an attribute that does not exist, to append to an error; "" if nothing is known."""
     variable_names = [name for name, value in frame.f_locals.items() if value is error.obj]
     if variable_names and error.obj is None:
         return f"; {variable_names[0]} is None: a call that gave it returns nothing"
@@ -175,7 +178,7 @@ def _advice_on_attribute(error: AttributeError, frame: FrameType) -> str:
 
 
 def _advice_on_items(frame: FrameType) -> str:
-    """Return advice about the first variable of a frame that is a tuple or list, where an array was expected; or ""."""
+    """Return advice on the first tuple or list in a frame, where an array was expected; "" if there is none."""
     for name, value in frame.f_locals.items():
         if isinstance(value, tuple | list):
             return f"; {name} is a {type(value).__name__} of {len(value)}: take one of its items"
@@ -183,7 +186,7 @@ def _advice_on_items(frame: FrameType) -> str:
 
 
 def add_place(error: BaseException) -> None:
-    """Add the user's line to an error as a note, which Python prints at the end of its long traceback.
+    """Add the user's line to an error as a note. Python prints the note at the end of the long traceback.
 
     Example:
         >>> error = ValueError("no line of the user's")
