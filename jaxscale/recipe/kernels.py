@@ -119,7 +119,7 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
         return dict(self.named).get(kernel, self.default)
 
     def of_codecs(self) -> dict[str, str]:
-        """Return the requested implementation of each kernel in `CODECS`, by kernel. Kernels with "auto" are omitted."""
+        """Return the requested implementation of each kernel in `CODECS`, by kernel; leave out kernels with "auto"."""
         return {kernel: self.of(kernel) for kernel in CODECS if self.of(kernel) != "auto"}
 
     def check_platform(self, platform: str) -> None:
