@@ -1,7 +1,8 @@
 """Recorded errors of memory estimates, and factors fitted to compiled programs.
 
 `experiments/benchmarks/fit_accuracy.py --write` writes the errors on the calibration set and the factors to
-`accuracy.json`; `experiments/benchmarks/fit_cases.py --write` adds the errors on cases that nothing is fitted on.
+`accuracy.json`; `experiments/benchmarks/fit_cases.py --write` adds the errors on held-out cases (nothing is fitted on
+them).
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ PIPELINED_FILE = Path(__file__).with_name("accuracy_pipelined.json")
 """File with the errors for pipelined steps, written by `experiments/benchmarks/pipeline_fit.py --write`."""
 
 MARGIN = 0.15
-"""Least difference from the memory limit at which an estimate decides whether a step fits, as a share of the limit."""
+"""Least difference between estimate and memory limit that decides whether a step fits, as a share of the limit."""
 
 NEARER_MARGIN = 0.12
 """Margin, instead of `MARGIN`, if the piece of the step that needs the most memory was compiled."""
@@ -26,7 +27,7 @@ UNKNOWN_MARGIN = 0.3
 fewer than `LEAST_PROGRAMS` records."""
 
 LEAST_PROGRAMS = 5
-"""Least number of compiled pipelined steps of a kind of platform for which the usual margin holds."""
+"""Least number of recorded pipelined steps of a kind of platform for which the usual margin is used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Factors:
     """Factors fitted to compiled programs of one kind of platform.
 
     Args:
-        packing: bytes of temporaries that the compiler reports, divided by the estimated live bytes at the peak.
+        packing: the compiler's bytes of temporaries, divided by the estimated live bytes at the peak.
         gather: share of a gathered weight that is in memory at any one time.
     """
 
@@ -52,7 +53,7 @@ class Accuracy:
         worst: largest absolute error, as a share of the compiled bytes.
         is_compiled: whether the piece that needs the most memory was compiled.
         is_pipelined: whether the programs have a pipeline.
-        is_held_out: whether nothing was fitted on the programs.
+        is_held_out: whether the programs are held-out cases, on which nothing was fitted.
     """
 
     programs: int
@@ -74,18 +75,18 @@ class Accuracy:
 
 @functools.cache
 def _recorded_sections() -> dict:
-    """The sections of `accuracy.json` by name, with the contents of `accuracy_pipelined.json` as "pipelined"."""
+    """Return the sections of `accuracy.json` by name; "pipelined" is the contents of `accuracy_pipelined.json`."""
     contents = json.loads(FILE.read_text()) if FILE.exists() else {}
     return contents | {"pipelined": json.loads(PIPELINED_FILE.read_text()) if PIPELINED_FILE.exists() else {}}
 
 
 def factors(kind: str) -> Factors:
-    """The factors of a kind of platform, "tpu", "gpu" or "cpu"; 1 if no factors are recorded."""
+    """Return the factors of a kind of platform ("tpu", "gpu" or "cpu"). Factors that are not recorded are 1."""
     return Factors(**_recorded_sections().get("factors", {}).get(kind, {}))
 
 
 def recorded_accuracy(kind: str, *, is_compiled: bool = False, is_pipelined: bool = False) -> Accuracy | None:
-    """The recorded errors of estimates for a kind of platform; `None` if none are recorded.
+    """Return the recorded errors of estimates for a kind of platform; `None` if none are recorded.
 
     Args:
         kind: "tpu", "gpu" or "cpu".
@@ -98,7 +99,7 @@ def recorded_accuracy(kind: str, *, is_compiled: bool = False, is_pipelined: boo
 
 
 def held_out_accuracy(kind: str) -> Accuracy | None:
-    """The recorded errors on cases that nothing was fitted on, by the formula alone; `None` if none are recorded."""
+    """Return the recorded errors on held-out cases, without compiled pieces; `None` if none are recorded."""
     fields = _recorded_sections().get("held out", {}).get(kind)
     return None if fields is None else Accuracy(**fields, is_held_out=True)
 
@@ -106,7 +107,9 @@ def held_out_accuracy(kind: str) -> Accuracy | None:
 def margin(
     kind: str, *, is_compiled: bool = False, is_pipelined: bool = False, is_partly_trained: bool = False
 ) -> float:
-    """Least difference from the memory limit at which an estimate decides whether a step fits, as a share of the limit.
+    """Return the least difference between estimate and memory limit that decides whether a step fits.
+
+    The difference is a share of the limit.
 
     Args:
         kind: "tpu", "gpu" or "cpu".

@@ -22,7 +22,8 @@ def resolve_choices(
         experiment: the experiment to plan for.
         plan: a plan with or without automatic choices.
         limit: bytes of device memory per device to plan for; by default the bytes that programs may use.
-        platform: platform to train on; by default this machine, on which compilation confirms that the plan fits.
+        platform: platform to train on. By default, this is the local machine, where memory plans are also compiled to
+            confirm that they fit.
         host_limit: bytes of host memory per device; by default an equal share of the host's memory.
 
     Raises:

@@ -1,8 +1,8 @@
 """Pieces of a train step that are compiled separately, to obtain the bytes of their temporaries.
 
-The pieces are the loops over blocks and the loss between them. A piece consists of operations of the traced step, with
-inputs placed as in the step. The body of a loop over blocks is one block, however many layers there are, so the loop
-compiles in a fraction of the step's time. Values are represented by their numbers in a `FlatProgram`.
+The pieces are the loops over blocks and the loss between them. A piece consists of operations of the traced step. Its
+inputs have the same placements as in the step. The body of a loop over blocks is one block, however many layers there
+are, so the loop compiles in a fraction of the step's time. Values are represented by their numbers in a `FlatProgram`.
 """
 
 import dataclasses
@@ -29,11 +29,12 @@ from jaxscale.step.build import build
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Neighboring operations of a step's program.
+    """Consecutive operations of a step's program.
 
     Args:
-        name: "forward blocks", "loss" or "backward blocks"; the second piece of a name has the suffix " 2", and so on.
-        path: indices of the loops (over microbatches) around the piece, the outermost first.
+        name: "forward blocks", "loss" or "backward blocks". If several pieces have the same name, the second has the
+            suffix " 2", the third " 3", and so on.
+        path: operation indices of the loops over microbatches that contain the piece, the outermost first.
         start: index of the first operation of the piece.
         stop: index after the last operation of the piece.
     """
@@ -50,11 +51,11 @@ class Piece:
 
 
 def pieces_of(program: FlatProgram, path: tuple[int, ...] = ()) -> tuple[Piece, ...]:
-    """The pieces of a step's program, in order; empty if the blocks do not run in a loop.
+    """Return the pieces of a step's program, in order; `()` if the blocks do not run in a loop.
 
     Args:
         program: program of a step, or the body of its loop over microbatches.
-        path: indices of the loops around the program, the outermost first.
+        path: operation indices of the loops that contain the program, the outermost first.
     """
     operations = program.operations
     indices_and_bodies = [
@@ -71,7 +72,7 @@ def pieces_of(program: FlatProgram, path: tuple[int, ...] = ()) -> tuple[Piece, 
     pieces: list[Piece] = []
 
     def append_piece(name: str, start: int, stop: int) -> None:
-        """Append the piece of operations `start` to `stop` - 1, with a number if earlier pieces have the same name."""
+        """Append the piece of operations `start` to `stop` - 1; number its name if an earlier piece has the same."""
         earlier_count = sum(piece.name.startswith(name) for piece in pieces)
         pieces.append(Piece(f"{name} {earlier_count + 1}" if earlier_count else name, path, start, stop))
 
@@ -88,7 +89,7 @@ def pieces_of(program: FlatProgram, path: tuple[int, ...] = ()) -> tuple[Piece, 
 
 
 def piece_bytes(make: Callable[[], Experiment], platform: Platform, plan: Plan, piece: Piece) -> int:
-    """Compile a piece, and return the bytes per device of its temporaries; the compiler's report is cached.
+    """Compile a piece and return the bytes of its temporaries per device. The compiler's report is cached.
 
     Args:
         make: function that returns the experiment, called in the process that compiles; it must be picklable.
@@ -109,7 +110,7 @@ def piece_bytes(make: Callable[[], Experiment], platform: Platform, plan: Plan, 
 def lowered_piece(
     devices: Sequence[Any], make: Callable[[], Experiment], platform: Platform, plan: Plan, piece: Piece
 ) -> Any:
-    """Lower a piece of a train step for some devices; `piece_bytes` binds all arguments but the first.
+    """Lower a piece of a train step for the given devices. `piece_bytes` binds all arguments except `devices`.
 
     Args:
         devices: devices of the platform.
@@ -159,7 +160,7 @@ def lowered_piece(
         return [array_by_value[value] for value in output_values]
 
     def sharding_or_format(value: int) -> Any:
-        """The sharding of an argument of the step; for any other value, a format whose layout the compiler chooses."""
+        """Return the sharding of a step's argument; for any other value, a format that lets the compiler choose."""
         sharding = _sharding(step.mesh, program.avals[value], arrays.placements.by_value[value])
         return sharding if value in program.inputs and not piece.path else Format(Layout.AUTO, sharding)
 
@@ -175,7 +176,7 @@ def lowered_piece(
 
 
 def _indices_with_expressions(arrays: Arrays, piece: Piece) -> list[int]:
-    """The indices, in order, of a piece's operations and of the earlier operations that compute expressions for it."""
+    """Return the sorted indices of a piece's operations, and of earlier operations whose expressions it reads."""
     operations = arrays.program.operations
     producer_by_value = {value: index for index, operation in enumerate(operations) for value in operation.outputs}
     piece_indices = set(piece.indices)
@@ -191,7 +192,7 @@ def _indices_with_expressions(arrays: Arrays, piece: Piece) -> list[int]:
 
 
 def _output_values(arrays: Arrays, piece: Piece, values_read_later: set[int | None]) -> list[int]:
-    """The arrays that a piece computes and that later operations read, directly or through an expression; sorted."""
+    """Return the arrays that a piece computes and later operations read, directly or through expressions; sorted."""
     computed_values = {value for index in piece.indices for value in arrays.program.operations[index].outputs}
     output_arrays: set[int] = set()
     for value in computed_values & values_read_later:
@@ -200,19 +201,19 @@ def _output_values(arrays: Arrays, piece: Piece, values_read_later: set[int | No
 
 
 def _values_read_later(program: FlatProgram, piece: Piece) -> set[int | None]:
-    """The values that operations after a piece read, or that the program returns."""
+    """Return the values that operations after a piece read, and those that the program returns."""
     later_operations = program.operations[piece.stop :]
     return {value for operation in later_operations for value in operation.inputs} | set(program.outputs)
 
 
 def _loop_state(program: FlatProgram, piece: Piece) -> tuple[int | None, ...]:
-    """The initial state of a piece that is one loop (the results reuse the state's memory); `()` for other pieces."""
+    """Return the initial state of a piece that is one loop, whose results reuse its memory; `()` for other pieces."""
     operation = program.operations[piece.start]
     return carries(operation) if len(piece.indices) == 1 and operation.loop_body is not None else ()
 
 
 def _sharding(mesh: Any, aval: Any, placement: Placement) -> Any:
-    """The sharding of an array along the mesh axes of each dim; axes that cannot split a dim evenly are left out."""
+    """Return the sharding of an array with this placement; axes that cannot split a dim evenly are left out."""
     from jax.sharding import NamedSharding, PartitionSpec
 
     axes_by_dim = [

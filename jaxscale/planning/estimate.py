@@ -47,18 +47,18 @@ class Estimate:
 
     Args:
         plan: the plan, with a resolved mesh.
-        device_bytes_by_kind: bytes of device memory of each kind of tensor, at the moment that needs the most.
+        device_bytes_by_kind: bytes of device memory of each kind of tensor, at the peak of the step.
         host_bytes_by_kind: bytes of host memory of each kind of tensor.
-        flop: FLOP of the products in the forward and the backward pass, recomputation included, on all devices.
-        timeline: live bytes through the step, without its arguments.
-        argument_items: the arguments on the device, which are the leaves of state and batch.
+        flop: FLOP of the matrix products in both passes, including recomputation, summed over all devices.
+        timeline: live bytes through the step, without the step's arguments.
+        argument_items: the step's arguments in device memory, which are leaves of state and batch.
         notes: lines of text about the choice of the mesh and the decision of the memory rule.
-        compiled_piece_names: names of the pieces of the step for which a compiler reported the bytes of temporaries.
+        compiled_piece_names: names of the step's pieces that were compiled to obtain the bytes of their temporaries.
         state_bytes_per_parameter: bytes of optimizer state over all devices, divided by the number of parameters.
         slow_axis_traffic: traffic of a device over the mesh's slow axis (between replicas); `None` if the mesh has
             one replica.
         kernels: the implementation of each kernel in the traced program.
-        is_partly_trained: whether some parameters are not trained; the errors of such estimates are not recorded.
+        is_partly_trained: whether some parameters are not trained; no errors are recorded for such estimates.
     """
 
     plan: Plan
@@ -86,7 +86,7 @@ class Estimate:
 
     @property
     def moments(self) -> tuple[dict[str, int], ...]:
-        """The live bytes by kind, arguments included, at each moment of the step; a loop's body appears once."""
+        """The live bytes by kind, including arguments, at each moment of the step; a loop's body appears once."""
         argument_bytes_by_kind = bytes_by_kind(self.argument_items)
         return tuple(argument_bytes_by_kind | moment.bytes_by_kind for moment in self.timeline.moments)
 
@@ -98,12 +98,12 @@ class Estimate:
 
     @property
     def kept_bytes(self) -> int:
-        """The most bytes of kept activations at any moment."""
+        """The largest number of bytes of kept activations at any moment."""
         return max((moment.bytes_by_kind.get("kept activations", 0) for moment in self.timeline.moments), default=0)
 
     @property
     def live_items(self) -> tuple[Item, ...]:
-        """The arrays alive at the peak, arguments included, the largest first."""
+        """The arrays alive at the peak, including arguments, the largest first."""
         return tuple(sorted((*self.argument_items, *self.timeline.peak_items), key=lambda item: -item.bytes))
 
     def __str__(self) -> str:
@@ -130,13 +130,13 @@ def estimate(
         experiment: the experiment to plan for.
         platform: platform to run on, such as "tpu v5e:4x4"; its devices need not be present.
         plan: the plan; the experiment's by default.
-        compile_block: compile the piece of the step that needs the most memory (the passes of one block, or the loss)
-            for the platform, and use the bytes of temporaries that the compiler reports.
+        compile_block: whether to compile the piece of the step that needs the most memory (the passes of one block, or
+            the loss) for the platform, and to use the bytes of temporaries that the compiler reports.
         make: function that returns the experiment, called in the process that compiles; required if the experiment
             is not picklable.
 
     Raises:
-        UserError: the plan is not valid for the model, the batch or the platform, or `compile_block` is set and the
+        UserError: the plan is not valid for the model, the batch or the platform; or `compile_block` is set, but the
             platform has no compiler.
     """
     parsed_platform = Platform.parse(platform) if isinstance(platform, str) else platform
@@ -155,10 +155,11 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
         step: the train step, built for the platform's devices or for a description of them.
         batch: arrays or shapes of a global batch.
         platform: platform that the step would run on.
-        measure: function that compiles a piece of the step and returns the bytes of its temporaries.
+        measure: function that compiles a piece of the step and returns the bytes of its temporaries; by default,
+            nothing is compiled.
 
     Raises:
-        UserError: `measure` is given, and the step has no pieces to compile.
+        UserError: `measure` is given, but the step has no pieces to compile.
     """
     trace = traced_step(step, batch, platform)
     program, placements = trace.program, trace.placements
@@ -201,7 +202,7 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
 
 
 def _kept_on_host_bytes(program: FlatProgram, placements: Placements) -> int:
-    """The bytes per device of activations that loops store in host memory for the backward pass of a microbatch."""
+    """Return the bytes per device of activations that loops keep in host memory for a microbatch's backward pass."""
     kept_bytes = 0
     for index, operation in enumerate(program.operations):
         if operation.loop_body is None:
@@ -217,7 +218,7 @@ def _kept_on_host_bytes(program: FlatProgram, placements: Placements) -> int:
 
 
 def _argument_items(trace: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """The step's arguments in device memory, and those in host memory, named after their leaves of state or batch."""
+    """Return the step's arguments in device memory and those in host memory, named by their leaf of state or batch."""
     device_items, host_items = [], []
     kind_by_group = {"params": "parameters", "optimizer": "optimizer state", "extra/in_flight": "stash"}
     kind_by_group |= {"extra/reduce": "residuals", "extra/outer": "outer state"}

@@ -1,7 +1,7 @@
-"""explain: which arrays of a train step take memory at which moment, as text, HTML and SVG.
+"""explain: which arrays of a train step take memory at which point of the step, as text, HTML and SVG.
 
 Arrays have the model's names. An estimate shows the arrays of the traced program (`timeline.py`). With `verify`, the
-step is compiled, and the compiler reports the arrays that are alive at the peak, and the timeline.
+step is compiled, and the compiler reports both the arrays alive at the peak and the timeline.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from jaxscale.values.byte_sizes import bytes_text, short_budget
 from jaxscale.values.units import size
 
 SHARES = (0.5, 0.25, 0.125)
-"""Budgets of the memory plans on the curve, as shares of the bytes of all kept activations."""
+"""Budgets of the compared memory plans, as shares of the bytes of all kept activations."""
 MAX_ITEMS = 20
 """Maximum number of arrays that the text lists one by one."""
 
@@ -40,7 +40,7 @@ class Explanation:
 
     Args:
         fit: whether the step fits, and the bytes of each kind of tensor.
-        live_items: arrays alive at the peak, arguments included, the largest first.
+        live_items: arrays alive at the peak, including arguments, the largest first.
         moments: live bytes by kind at each moment of the step; a loop's body appears once.
         backward_start: index of the first moment of the backward pass.
         points: bytes and cost of the step under several memory plans.
@@ -79,11 +79,11 @@ class Explanation:
         return "Time" if self.is_timed else "FLOP"
 
     def svg(self) -> str:
-        """The timeline as an SVG image."""
+        """Return the timeline as an SVG image."""
         return live_bytes_svg(self.moments, self.fit.limit, self.backward_start)
 
     def html(self) -> str:
-        """A self-contained HTML page with verdict, timeline, arrays alive at the peak, and plans by bytes and cost."""
+        """Return a self-contained HTML page: verdict, timeline, arrays at the peak, and plans by bytes and cost."""
         source = "as the compiler lists them" if self.fit.verified else "by estimate, from the traced program"
         headings_and_contents = [
             ("", f"<pre>{escape(str(self.fit))}</pre>"),
@@ -125,12 +125,13 @@ def explain(
         plan: the plan; the experiment's by default.
         limit: bytes of device memory per device to plan for, or a text such as "12GiB"; by default the bytes that the
             platform's programs may use.
-        verify: compile the step for the platform, and explain the compiler's bytes instead of the estimate.
+        verify: whether to compile the step for the platform, and to explain the compiler's bytes instead of the
+            estimate.
         make: function that returns the experiment, called in the process that compiles; required if the experiment
             is not picklable.
 
     Raises:
-        UserError: the plan is not valid for the model, the batch or the platform, or `verify` is set and the platform
+        UserError: the plan is not valid for the model, the batch or the platform; or `verify` is set, but the platform
             has no compiler.
 
     Example:
@@ -170,7 +171,7 @@ def explain(
 def plan_points(
     experiment: Experiment, platform: Platform, plan: Plan, plan_texts: Sequence[str], costs: MemoryCosts
 ) -> list[Point]:
-    """A point for each memory plan: the step's bytes, and its cost as a multiple of the lowest cost.
+    """Return a point for each memory plan: the step's bytes, and its cost as a multiple of the lowest cost.
 
     The cost is modeled seconds, including copies to the host that do not overlap with computation. It is FLOP if the
     chip's rates are unknown. Memory plans that are not valid for the model are left out.
@@ -178,7 +179,7 @@ def plan_points(
     Args:
         experiment: the experiment to plan for.
         platform: platform to train on.
-        plan: plan of the step; the memory plan in it is compared first.
+        plan: plan of the step; its memory plan is the first to be compared.
         plan_texts: text forms of the memory plans that replace the one in `plan`.
         costs: costs of memory plans for the model's blocks.
     """
@@ -210,7 +211,7 @@ def plan_points(
 
 
 def _plan_texts(experiment: Experiment, platform: Platform, plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
-    """The text forms of the memory plans to compare: plans without a budget, optimal plans, and other rules."""
+    """Return the text forms of the memory plans to compare: plans without a budget, optimal plans and heuristics."""
     keep_all_estimate = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
     kept_bytes = costs.kept_bytes(keep_all_estimate.kept_bytes)
     budget_texts = [bytes_text(short_budget(round(kept_bytes * share))) for share in SHARES]
@@ -222,7 +223,10 @@ def _plan_texts(experiment: Experiment, platform: Platform, plan: Plan, costs: M
 
 
 def _decision_of_text(costs: MemoryCosts, text: str) -> Decision | None:
-    """The decision of a memory plan; `None` if the model exposes no blocks, or unknown rates are required."""
+    """Return the decision of a memory plan.
+
+    Return `None` if the model exposes no blocks, or if the plan needs rates of the chip that are unknown.
+    """
     try:
         return costs.decision(MemoryPlan.parse(text)) if costs.calls else None
     except UserError:
@@ -232,5 +236,5 @@ def _decision_of_text(costs: MemoryCosts, text: str) -> Decision | None:
 
 
 def _size_cell(byte_count: int | None) -> str:
-    """The cell of a number of bytes, as text; "" if the number is unknown."""
+    """Return the text of a table cell with a number of bytes; "" if the number is unknown."""
     return "" if byte_count is None else size(byte_count)

@@ -69,7 +69,7 @@ class Fit:
         report: the compiler's report; `None` if the step was not compiled.
         changes: changes to the plan that would save memory, the largest saving first.
         simulation: simulation of a pipelined step; `None` for other steps, or if the chip's rates are unknown.
-        model_seconds: function that returns the modeled seconds of a step, which traces the model once more.
+        model_seconds: function that traces the model once more and returns the modeled seconds of a step, or `None`.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Fit:
 
     @functools.cached_property
     def seconds(self) -> StepSeconds | None:
-        """The modeled seconds of a step; `None` if the chip's rates are unknown, or the memory rule has no price."""
+        """The modeled seconds of a step; `None` if the chip's rates, or the costs of the memory rule, are unknown."""
         return self.model_seconds()
 
     @property
@@ -99,7 +99,7 @@ class Fit:
 
     @property
     def compiler_seconds(self) -> StepSeconds | None:
-        """The seconds of the compiled step by its compiler's estimates; `None` if it has none."""
+        """The seconds of the compiled step, as its compiler estimates them; `None` if there is no such estimate."""
         if self.report is None:
             return None
         return compiler_seconds(self.report.schedule, self.estimate.plan, self.platform)
@@ -133,7 +133,7 @@ class Fit:
 
     @property
     def margin(self) -> float:
-        """Least difference from the limit at which an estimate decides whether a step fits, as a share of the limit."""
+        """The least difference between estimate and limit that decides whether a step fits, as a share of the limit."""
         is_compiled, is_pipelined = bool(self.estimate.compiled_piece_names), self.estimate.plan.pipeline is not None
         is_partly_trained = self.estimate.is_partly_trained
         return accuracy.margin(
@@ -219,7 +219,7 @@ class Fit:
     __repr__ = __str__
 
     def _traffic_lines(self) -> list[str]:
-        """The lines with the bytes that a device sends in a step: over the slow axis and, if compiled, each axis."""
+        """Return lines with the bytes that a device sends per step: over the slow axis and, if compiled, each axis."""
         traffic, plan, report = self.estimate.slow_axis_traffic, self.estimate.plan, self.report
         lines = [] if traffic is None else [f"on the wire, {traffic}"]
         if report is not None and report.collectives:
@@ -230,18 +230,18 @@ class Fit:
         return lines
 
     def _known_accuracy(self) -> accuracy.Accuracy | None:
-        """The recorded errors of estimates like this one; `None` if none are recorded."""
+        """Return the recorded errors of estimates of the same kind as this one; `None` if none are recorded."""
         is_compiled, is_pipelined = bool(self.estimate.compiled_piece_names), self.estimate.plan.pipeline is not None
         if not is_compiled and not is_pipelined:
             return accuracy.held_out_accuracy(self.platform.chip.kind)
         return accuracy.recorded_accuracy(self.platform.chip.kind, is_compiled=is_compiled, is_pipelined=is_pipelined)
 
     def svg(self) -> str:
-        """The live bytes by kind through a step, by estimate, with the limit, as an SVG image."""
+        """Return an SVG image of the estimated live bytes through a step, by kind of tensor, and the limit."""
         return live_bytes_svg(self.estimate.moments, self.limit, self.estimate.backward_start)
 
     def html(self) -> str:
-        """A self-contained HTML page with verdict, live bytes through a step, and arrays alive at the peak."""
+        """Return a self-contained HTML page with verdict, live bytes through a step, and arrays alive at the peak."""
         headings_and_contents = [
             ("", f"<pre>{escape(str(self))}</pre>"),
             ("Live bytes per device through a step, by estimate", self.svg()),
@@ -280,16 +280,17 @@ def fit(
         plan: the plan; the experiment's by default.
         limit: bytes of device memory per device to plan for, or a text such as "12GiB"; by default the bytes that the
             platform's programs may use.
-        host_limit: bytes of host memory per device, or a text; by default an equal share of the host's memory.
-        compile_block: compile the piece of the step that needs the most memory (the passes of one block, or the loss)
-            for the platform, and use the bytes of temporaries that the compiler reports.
-        verify: compile the step for the platform, and report the compiler's bytes beside the estimate.
+        host_limit: bytes of host memory per device, or a text such as "64GiB"; by default an equal share of the host's
+            memory.
+        compile_block: whether to compile the piece of the step that needs the most memory (the passes of one block, or
+            the loss) for the platform, and to use the bytes of temporaries that the compiler reports.
+        verify: whether to compile the step for the platform, and to report the compiler's bytes beside the estimate.
         make: function that returns the experiment, called in the process that compiles; required if the experiment
             is not picklable.
 
     Raises:
-        UserError: the plan is not valid for the model, the batch or the platform, or `compile_block` or `verify` is set
-            and the platform has no compiler.
+        UserError: the plan is not valid for the model, the batch or the platform; or `compile_block` or `verify` is
+            set, but the platform has no compiler.
 
     Example:
         >>> from jaxscale.models import Decoder
@@ -329,7 +330,7 @@ def fit(
 
 
 def seconds_of(experiment: Experiment, platform: Platform, plan: Plan) -> StepSeconds | None:
-    """Return the modeled seconds of a step; `None` if the chip's rates are unknown, or the memory rule has no price.
+    """Return the modeled seconds of a step; `None` if the chip's rates, or the costs of the memory rule, are unknown.
 
     Args:
         experiment: the experiment to plan for.
@@ -340,12 +341,12 @@ def seconds_of(experiment: Experiment, platform: Platform, plan: Plan) -> StepSe
         return None
     try:
         return calibrated_seconds(modeled_seconds(experiment, platform, plan), platform)
-    except UserError:  # a memory rule without a price, such as JAX's policies
+    except UserError:  # the costs of the memory rule are unknown, such as those of JAX's policies
         return None
 
 
 def helpful_changes(experiment: Experiment, platform: Platform, step_fit: Fit) -> tuple[PlanChange, ...]:
-    """The changes to the plan that save memory, with the estimated bytes of each saving, the largest saving first.
+    """Return the changes to the plan that save memory, with the bytes that each would save, the largest saving first.
 
     If no single change is enough, the last entry combines several changes.
 
@@ -359,7 +360,7 @@ def helpful_changes(experiment: Experiment, platform: Platform, step_fit: Fit) -
     old_bytes = old_estimate.device_bytes
 
     def change_of(text_by_field: Mapping[str, str]) -> PlanChange | None:
-        """The change of the plan's fields to these texts; `None` if the new plan is not valid."""
+        """Return the change that sets fields of the plan to new texts; `None` if the new plan is not valid."""
         try:
             new_estimate = estimate(experiment, platform, override(plan, text_by_field))
         except UserError:
@@ -395,7 +396,7 @@ def helpful_changes(experiment: Experiment, platform: Platform, step_fit: Fit) -
 
 
 def _candidate_changes(experiment: Experiment, step_estimate: Estimate) -> list[dict[str, str]]:
-    """The changes that affect the largest kinds of tensor, each a dict from a field of the plan to the new text."""
+    """Return the changes that affect the most bytes, each as a dict from a field of the plan to its new text."""
     plan, bytes_by_kind = step_estimate.plan, step_estimate.device_bytes_by_kind
     assert plan.mesh is not None
     state_bytes = sum(bytes_by_kind.get(kind, 0) for kind in ("parameters", "optimizer state", "gradients"))
@@ -423,14 +424,14 @@ def _candidate_changes(experiment: Experiment, step_estimate: Estimate) -> list[
 
 
 def _next_microbatch_count(experiment: Experiment, plan: Plan, microbatch_count: int) -> int | None:
-    """The least possible number of microbatches that is at least twice `microbatch_count`; `None` if there is none."""
+    """Return the next possible number of microbatches, at least twice `microbatch_count`; `None` if there is none."""
     assert plan.mesh is not None
     row_count = experiment.batch // plan.mesh.batch_shards  # of a shard
     return next((count for count in range(microbatch_count * 2, row_count + 1) if row_count % count == 0), None)
 
 
 def _simulation_line(simulation: Simulation) -> str:
-    """The seconds and the bubble of a pipelined step, in one line."""
+    """Return one line with the simulated seconds and the bubble of a pipelined step."""
     is_asynchronous = simulation.period is not None
     seconds, unit = (simulation.period, "update") if is_asynchronous else (simulation.seconds, "step")
     bubble_text = f"bubble {simulation.bubble:.0%}"

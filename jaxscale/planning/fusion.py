@@ -1,7 +1,7 @@
 """Which values of a traced program a compiler stores as arrays, and which it computes inside other operations.
 
 The results of products, reductions, gathers, loops and kernels are stored as arrays. Every other value is an expression
-of such arrays. The compiler computes an expression inside the operations that read it, so that the expression needs no
+of such arrays. The compiler computes an expression inside the operations that read it, so the expression needs no
 memory. An expression is stored only if a reader requires an array (a loop, a kernel, and on some platforms a product).
 This module approximates what XLA does.
 
@@ -42,7 +42,7 @@ ARRAY_PRODUCERS = (
 """Operations that store their results as arrays. Reductions (`reduce_...`), which are not listed, do so too."""
 
 NAME_KEEPERS = (*VIEWS, "convert_element_type", "transpose", tiles.RETILE)
-"""Operations whose result is listed under the name of the operand."""
+"""Operations whose result keeps the operand's name in listings of arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +50,16 @@ class Compiler:
     """Properties of a platform's compiler, and of the plan, that affect which values are stored.
 
     Args:
-        product_fusion: with "no", operands of products are arrays (GPU, CPU). With "all", operands that are expressions
-            are computed inside the product (TPU). "local" is like "all", except for a product that is computed around a
-            ring of devices (TPUs with flat slices).
-        has_scattered_gradients: whether gradients are scattered while they are summed (ZeRO 2 and 3).
+        product_fusion: matrix products inside which operands that are expressions are computed. "no": no products; all
+            operands are stored as arrays (GPU, CPU). "all": all products (TPU). "local": all products except those
+            that are computed around a ring of devices (TPU slices with a two-dimensional topology).
+        has_scattered_gradients: whether gradients are summed by a reduce-scatter (ZeRO 2 and 3).
         has_whole_gradients: whether every device has whole gradients and updates all weights (ZeRO 0).
         gathered_share: share of a gathered weight that is in memory at any one time.
-        rounds_operands: whether an array of float32 is stored in bfloat16 if only matrix products of the default
-            precision read it; a TPU rounds their operands to bfloat16.
-        adds_in_place: whether a matrix product that is only added to another one is computed into the other's array, as
-            those of LoRA's adapters are on TPU and GPU.
+        rounds_operands: whether a float32 array is stored in bfloat16 if only matrix products of the default precision
+            read it. A TPU does so, because it rounds the operands of such products to bfloat16.
+        adds_in_place: whether a matrix product is accumulated in the array of another product, if an addition of the
+            two is its only use. On TPU and GPU, this applies to the products of LoRA's adapters.
     """
 
     product_fusion: Literal["no", "all", "local"] = "no"
@@ -71,16 +71,16 @@ class Compiler:
 
 
 class Arrays:
-    """The arrays of a program.
+    """The values of a program that are stored as arrays.
 
     Args:
-        program: program of a step, of the body of a loop, or of a branch.
+        program: program of a step, of a loop body, or of a branch.
         placements: placements of the program's values.
         compiler: properties of the platform's compiler.
-        first_stacked_index: index of the first output that is written into an array of the caller (a scan's stacked
-            outputs); `None` outside loops and branches.
-        is_branch: whether the program is a branch; a result of a branch may share memory with a value of another shape
-            or type.
+        first_stacked_index: index of the first of a scan's stacked outputs, which are written into arrays of the
+            caller; `None` outside loops and branches.
+        is_branch: whether the program is a branch. A value of a branch shares the memory of a result if only its shape
+            or type is changed.
 
     Attributes:
         array_bytes: bytes per device of each array.
@@ -88,7 +88,7 @@ class Arrays:
             itself.
         output_values: values that the program returns.
         scattered_sums: sums into which a scatter writes one element per row (`_scattered_sums`).
-        is_inner: whether the program is the body of a loop or a branch.
+        is_inner: whether the program is a loop body or a branch.
     """
 
     def __init__(
@@ -106,17 +106,17 @@ class Arrays:
         self.scattered_sums = _scattered_sums(program)
         self.array_bytes: dict[int, int] = {}
         self.sources_by_value: dict[int, frozenset[int]] = {value: frozenset() for value in program.inputs}
-        # stacked outputs are written into arrays of the caller; caller values are in memory of the caller
+        # stacked outputs are written into the caller's arrays; caller values are stored in the caller's memory
         self._stacked_outputs = set() if first_stacked_index is None else set(program.outputs[first_stacked_index:])
         self._stacked_outputs |= regions.reshaped_outputs(program, NAME_KEEPERS) if is_branch else set()
         self._literals: set[int] = set()
-        self._summands: dict[int, frozenset[int]] = {}  # by array that `jax.checkpoint` keeps
+        self._summands: dict[int, frozenset[int]] = {}  # sources of each array that `jax.checkpoint` keeps
         self._caller_values = set(program.inputs) if self.is_inner or regions.tick_loops(program) else set()
         for operation in program.operations:
             self._add_results(operation)
 
     def loop_arrays(self, index: int) -> "Arrays":
-        """The arrays of the body of the loop with this index among the operations."""
+        """Return the arrays in the body of the loop that is the operation at `index`."""
         operation = self.program.operations[index]
         body, initial_state = operation.loop_body, carries(operation)
         assert body is not None
@@ -124,12 +124,12 @@ class Arrays:
         const_count = len(loop_parts(operation, operation.inputs)[0])
         for value, next_value in zip(body.inputs[const_count:], body.outputs[: len(initial_state)], strict=False):
             if next_value in arrays.array_bytes and arrays._overwrites(value, next_value):
-                # it is computed in the memory of the state, whose bytes the caller counts
+                # the next state is computed in the memory of the state, whose bytes the caller counts
                 arrays.array_bytes[next_value] = 0
         return arrays
 
     def _overwrites(self, value: int, next_value: int) -> bool:
-        """Whether the next state of a loop's body can overwrite the state, because no later operation reads it."""
+        """Return whether a loop body's next state can overwrite the state, because nothing reads the state later."""
         if value in self.output_values or self._bytes_of(value) != self._bytes_of(next_value):
             return False
         operations = self.program.operations
@@ -137,7 +137,7 @@ class Arrays:
         return operations[producer_index].kind in ELEMENTWISE and self._last_read_index(value) <= producer_index
 
     def _last_read_index(self, value: int) -> int:
-        """The index of the last operation that reads a value, directly or through expressions; -1 if none does."""
+        """Return the index of the last operation that reads a value, directly or through expressions; -1 if none."""
         last_index = -1
         for index in self.program.readers.get(value, ()):
             operation = self.program.operations[index]
@@ -146,7 +146,7 @@ class Arrays:
         return last_index
 
     def branch_arrays(self, index: int) -> "list[Arrays]":
-        """The arrays of each branch of the `cond` with this index among the operations."""
+        """Return the arrays of each branch of the `cond` that is the operation at `index`."""
         programs, placements_of_branches = (
             self.program.operations[index].branches,
             self.placements.branch_placements[index],
@@ -157,11 +157,11 @@ class Arrays:
         ]
 
     def sources_of(self, values: Iterable[int | None]) -> set[int]:
-        """All arrays that at least one of the values is computed from."""
+        """Return the set of arrays from which the values are computed."""
         return {source for value in values if value is not None for source in self.sources_by_value[value]}
 
     def has_array_results(self, operation: Operation) -> bool:
-        """Whether the results of an operation are stored as arrays, regardless of what reads them."""
+        """Return whether the results of an operation are stored as arrays, whatever reads them."""
         if operation.kind in SCATTERS and _changes_one_per_row(operation, self.program):
             return False
         if operation.kind in ("sharding_constraint", "enter"):  # they may gather shards
@@ -170,7 +170,7 @@ class Arrays:
         return operation.kind in ARRAY_PRODUCERS or operation.kind.startswith("reduce_")
 
     def is_ring_product(self, index: int) -> bool:
-        """Whether the product with this index is computed around a ring of devices.
+        """Return whether the matrix product at `index` is computed around a ring of devices.
 
         Such a product is computed in steps. Between two steps, an operand or the partial result moves to the next
         device.
@@ -181,7 +181,7 @@ class Arrays:
         return is_scattered or bool(self.placements.gathered_bytes.get(index))
 
     def _add_results(self, operation: Operation) -> None:
-        """Record which results of an operation are arrays, and the sources of the others."""
+        """Record which results of an operation are stored as arrays, and from which arrays each result is computed."""
         operands = [value for value in operation.inputs if value is not None]
         operand_sources = frozenset(self.sources_of(operands))
         is_stored = self.has_array_results(operation)
@@ -205,11 +205,11 @@ class Arrays:
                 self.array_bytes[value] = 0 if value in self._stacked_outputs else self._result_bytes(operation, value)
 
     def _bytes_of(self, value: int) -> int:
-        """The bytes per device of a value as an array."""
+        """Return the bytes per device of a value if it is stored as an array."""
         return self.placements.value_bytes(value)
 
     def _result_bytes(self, operation: Operation, value: int) -> int:
-        """The bytes of a result as an array; a product that all readers convert to one type is stored in that type."""
+        """Return the bytes of a result as an array. A product is stored in the type to which its readers convert it."""
         result_bytes = self._bytes_of(value)
         if self.compiler.rounds_operands and is_rounded(value, self.program):
             # a loop over microbatches reads a weight in bfloat16, and the update reads it in float32
@@ -228,7 +228,10 @@ class Arrays:
         return min(result_bytes, max(self._bytes_of(reader.outputs[0]) for reader in readers))
 
     def _is_added_in_place(self, value: int, result_bytes: int) -> bool:
-        """Whether a product is only added to an earlier product of as many bytes or more, which has no other reader."""
+        """Return whether the only use of a product is its addition to an earlier product.
+
+        The earlier product must be at least as large, and nothing else may read it.
+        """
         addition, operand = self._addition_of(value)
         if addition is None:
             return False
@@ -245,14 +248,14 @@ class Arrays:
         return is_product and self._addition_of(source)[0] is addition
 
     def _is_known(self, value: int | None) -> bool:
-        """Whether the sources of a value have been recorded."""
+        """Return whether the sources of a value have been recorded."""
         return value in self.sources_by_value
 
     def _addition_of(self, value: int) -> tuple[Operation | None, int]:
-        """The addition that is the only reader of a value, and the operand of the addition that stands for the value.
+        """Return the addition that is the only use of a value, and the operand through which the addition reads it.
 
-        Between the value and the addition there may be views, conversions and constant factors, each the only reader of
-        the one before. The addition is `None` if there is no such chain.
+        Views, conversions and constant factors may lie between the value and the addition, each the only reader of the
+        one before it. The addition is `None` if there is no such chain of operations.
         """
         while value not in self.output_values:
             reader_indices = self.program.readers.get(value, ())
@@ -271,7 +274,7 @@ class Arrays:
         return None, value
 
     def _needs_array(self, value: int) -> bool:
-        """Whether an expression must be stored as an array."""
+        """Return whether an expression must be stored as an array."""
         if value in self.output_values and self.is_inner:
             return True
         if value in self.scattered_sums and (self.compiler.product_fusion == "no" or not self._is_fully_sharded(value)):
@@ -287,7 +290,7 @@ class Arrays:
         return self.compiler.product_fusion == "local" and any(map(self.is_ring_product, product_indices))
 
     def _is_convolved_sum(self, value: int, product_indices: Iterable[int]) -> bool:
-        """Whether a convolution reads an expression of several arrays of its shape, such as a residual stream."""
+        """Return whether a convolution reads a sum of several arrays of the same shape, such as a residual stream."""
         if all(self.program.operations[index].kind != "conv_general_dilated" for index in product_indices):
             return False
         shape = self.program.avals[value].shape
@@ -300,7 +303,7 @@ class Arrays:
         return sum(self.program.avals[array].shape == shape for array in summands) > 1
 
     def _is_sunk_constant(self, value: int) -> bool:
-        """Whether a value of literals is read only by loops, unsliced, so that XLA moves it into their bodies."""
+        """Return whether XLA moves a constant into loop bodies: only loops read it, unchanged and unsliced."""
         if value not in self._literals or value in self.output_values:
             return False
         readers = [self.program.operations[index] for index in self.program.readers.get(value, ())]
@@ -311,7 +314,7 @@ class Arrays:
         )
 
     def _reader_indices(self, value: int) -> list[int]:
-        """The indices of the operations that read a value, directly or through views."""
+        """Return the indices of the operations that read a value, directly or through views."""
         reader_indices = []
         for index in self.program.readers.get(value, ()):
             operation = self.program.operations[index]
@@ -319,13 +322,16 @@ class Arrays:
         return reader_indices
 
     def _is_fully_sharded(self, value: int) -> bool:
-        """Whether each device holds a different part of a value; if not, XLA's partitioner keeps its scatter."""
+        """Return whether each device holds a different part of a value.
+
+        Otherwise, XLA's partitioner keeps the scatter that is added to the value.
+        """
         device_count = math.prod(self.placements.axis_sizes.values())
         return math.prod(map(self.placements.part_count, self.placements.by_value[value])) == device_count
 
 
 def _scattered_sums(program: FlatProgram) -> set[int]:
-    """The sums to which a scatter of one element per row is added; the scatter writes into the array of the sum."""
+    """Return the sums to which a scatter of one element per row is added. The scatter writes into the sum's array."""
     scatter_results: set[int] = set()
     sum_values: set[int] = set()
     for operation in program.operations:
@@ -337,7 +343,7 @@ def _scattered_sums(program: FlatProgram) -> set[int]:
 
 
 def _changes_one_per_row(operation: Operation, program: FlatProgram) -> bool:
-    """Whether a scatter changes one element per row; compilers turn such a scatter into a comparison with an iota."""
+    """Return whether a scatter changes one element per row. Compilers turn it into a comparison with an iota."""
     dimension_numbers = operation.params["dimension_numbers"]
     batching_dims, inserted_dims = dimension_numbers.operand_batching_dims, dimension_numbers.inserted_window_dims
     shape = program.avals[operation.outputs[0]].shape

@@ -1,8 +1,8 @@
-"""Costs of memory plans: the seconds that they add to a train step that would keep all activations.
+"""Costs of memory plans: the modeled seconds that a plan adds to a train step, compared with keeping all activations.
 
-The costs are the seconds of recomputation (by the roofline model) and of copies to the host and back that do not
-overlap with the block's own computation. Only the model's blocks are traced, and only once. If the chip's rates are
-unknown, costs are FLOP.
+The costs are the seconds of recomputation (by the roofline model), and the seconds of copies to and from the host that
+do not overlap with the block's own computation. Only the model's blocks are traced, and only once. If the chip's rates
+are unknown, costs are FLOP.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class MemoryCosts:
         calls: calls of the model's blocks, per device and microbatch; in a pipeline, those of one stage.
         microbatch_count: number of microbatches of a step.
         stage_count: number of pipeline stages on one device; all stages cost the same.
-        objective: objective of the step, from which blocks in sequence are traced; `None` if `calls` are in sequence.
+        objective: objective of the step, from which `sequence_calls` are traced; `None` if they equal `calls`.
     """
 
     platform: Platform
@@ -41,12 +41,12 @@ class MemoryCosts:
 
     @classmethod
     def of(cls, experiment: Experiment, platform: Platform, plan: Plan) -> "MemoryCosts":
-        """The costs for an experiment's step.
+        """Return the costs of memory plans for an experiment's step.
 
         Args:
             experiment: the experiment to plan for.
             platform: platform that the step would run on.
-            plan: plan of the step; the memory plan in it is ignored.
+            plan: plan of the step; its memory plan is ignored.
         """
         step = described_step(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
         calls = traced_blocks(step.objective, platform.chip)
@@ -63,9 +63,13 @@ class MemoryCosts:
         return len(self.calls) == 1 and self.calls[0].rolled
 
     def kept_bytes(self, estimated_bytes: int) -> int:
-        """The bytes that the blocks keep without a plan, or the bytes in the estimate of a step if those are more.
+        """Return the bytes of activations that a step keeps without a memory plan.
 
-        In blocks outside a scan, the estimate may count kept activations as transients.
+        They are the larger of two numbers: the estimate for the step, and the bytes that the traced blocks keep. The
+        estimate alone may be too low, because it may count activations that blocks outside a scan keep as transients.
+
+        Args:
+            estimated_bytes: bytes of kept activations in the estimate of a step without a memory plan.
         """
         if not self.calls:
             return estimated_bytes
@@ -73,7 +77,7 @@ class MemoryCosts:
 
     @functools.cached_property
     def block_seconds(self) -> float:
-        """The seconds of the blocks' forward and backward passes in a step that keeps all activations.
+        """The modeled seconds of the blocks' forward and backward passes in a step that keeps all activations.
 
         A backward pass is assumed to take twice as long as a forward pass.
         """
@@ -83,7 +87,7 @@ class MemoryCosts:
 
     @functools.cached_property
     def sequence_calls(self) -> tuple[BlockCall, ...]:
-        """The calls of the blocks under a rule that recomputes segments of several blocks.
+        """The calls of the blocks, traced as one sequence, for rules that recompute segments of several blocks.
 
         Raises:
             UserError: the blocks do not form a chain.
@@ -93,7 +97,9 @@ class MemoryCosts:
         return traced_blocks(self.objective, self.platform.chip, is_sequence=True)
 
     def decision(self, memory: MemoryPlan) -> Decision:
-        """The decision for one of the pipeline stages on a device; the stages share the memory plan's budget equally.
+        """Return the memory decision for one pipeline stage of a device.
+
+        The stages of a device share the memory plan's budget equally.
 
         Raises:
             UserError: the memory plan is not valid for the model, or its budget is too small.
@@ -103,14 +109,14 @@ class MemoryCosts:
         return decide(dataclasses.replace(memory, budget=budget), calls, self.platform.chip)
 
     def seconds(self, decision: Decision) -> float:
-        """The seconds that a decision adds to a step that would keep all activations."""
+        """Return the modeled seconds that a decision adds to a step, compared with keeping all activations."""
         return self.microbatch_count * self.stage_count * decision.seconds
 
     def step_seconds(self, flop: float) -> float:
-        """Modeled seconds of a whole step that keeps all activations.
+        """Return the modeled seconds of a whole step that keeps all activations.
 
         Args:
-            flop: FLOP of the step's products, all devices together.
+            flop: FLOP of the step's matrix products, summed over all devices.
         """
         rate = roofline.rate(self.platform.chip, "bfloat16")
         assert rate is not None, "the platform's rates are known"

@@ -1,10 +1,10 @@
 """`memory fit`: the cheapest memory plan that fits.
 
 The candidates are plans without a budget (`MENU`) and the optimal plan for the largest budget that fits: the best save
-set of a stack of identical blocks, or Rotor's plan of a chain of different blocks. The estimate guides the search
+set for a stack of identical blocks, or Rotor's plan for a chain of different blocks. The estimate guides the search
 for this budget. With a compiler, the chosen plan is compiled, and the compiled bytes correct the estimate for the next
-budget. In this way, few programs are compiled. On a platform with separate host memory, POFO's plan, which also copies
-activations to the host, is chosen at the same budget if it saves `OFFLOAD_GAIN` of the blocks' time.
+budget. In this way, few programs are compiled. POFO's plan at the same budget also copies activations to the host. On
+a platform with separate host memory, it is chosen if it saves the share `OFFLOAD_GAIN` of the blocks' time.
 
 The cost is the modeled seconds of recomputation and of copies that do not overlap with computation, or recomputed FLOP
 if the chip's rates are unknown. Left out: selectors that are never better than POFO, and budgets for weights and
@@ -36,10 +36,10 @@ MENU = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "sqrt")
 """Text forms of the candidates without a budget."""
 
 OFFLOAD_GAIN = 0.01
-"""Share of the blocks' time that offload must save, because the cost model ignores transfers that slow down copies."""
+"""Share of the blocks' time that offload must save; the cost model ignores other transfers that slow down copies."""
 
 CLOSE_SHARE = 0.02
-"""Share of the limit; the search for a budget ends when at most this share is unused."""
+"""The search for a budget ends when at most this share of the limit is unused."""
 
 MAX_ESTIMATES = 8
 """Maximum number of budgets that are estimated for one limit and rule."""
@@ -57,8 +57,9 @@ class Candidate:
 
     Args:
         plan: the whole plan, with this memory plan.
-        cost: seconds that the memory plan adds to a step that would keep all activations; FLOP of the step's products
-            if the chip's rates are unknown, and for the memory plan `none`.
+        cost: modeled seconds that the memory plan adds, compared with keeping all activations. The cost is instead the
+            FLOP of the step's matrix products for the memory plan `none`, if the chip's rates are unknown, or if the
+            model exposes no blocks.
         device_bytes: bytes of device memory per device, by estimate.
         kept_bytes: bytes of kept activations.
         host_bytes: bytes of host memory per device, by estimate.
@@ -94,14 +95,14 @@ def cheapest_fit(
     measure: Measure | None = None,
     host_limit: int | None = None,
 ) -> Plan:
-    """The plan with the cheapest memory plan that fits the device.
+    """Return the plan with the cheapest memory plan that fits the device.
 
     Args:
         experiment: the experiment to plan for.
         platform: platform to train on.
         limit: bytes of device memory per device; by default the bytes that the platform's programs may use.
         plan: plan in which the memory plan is replaced; the experiment's plan by default.
-        menu: text forms of the memory plans to choose from; by default `MENU` and the optimal plans of any budget.
+        menu: text forms of the memory plans to choose from; by default `MENU`, and optimal plans for any budget.
         measure: function that compiles a step and returns its bytes of device memory; if `None`, the estimate decides.
         host_limit: bytes of host memory per device; by default an equal share of the host's memory.
 
@@ -154,12 +155,12 @@ def cheapest_fit(
 
 
 def menu_of(plan: Plan) -> tuple[str, ...]:
-    """The entries of `MENU` for a plan; without rules for segments of blocks if the plan unrolls the scan."""
+    """Return `MENU`, or only `none`, `dots` and `full` if the plan unrolls the scan."""
     return MENU if plan.unroll == 1 else ("none", "dots", "full")
 
 
 def searched_rules(plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
-    """The names of the optimal memory rules whose budget is to be searched; `()` if the step cannot use them."""
+    """Return the names of the optimal memory rules whose budget is to be searched; `()` if the step cannot use them."""
     if plan.unroll > 1 or not costs.calls:
         return ()
     is_chain = len(costs.calls) > 1 and all(call.count == 1 for call in costs.calls)
@@ -199,7 +200,7 @@ class _Candidates:
         return MemoryCosts.of(self.experiment, self.platform, self.plan)
 
     def candidate(self, text: str) -> Candidate:
-        """The candidate with the memory plan of this text form.
+        """Return the candidate whose memory plan has this text form.
 
         Raises:
             UserError: the memory plan is not valid for the model.
@@ -216,9 +217,10 @@ class _Candidates:
         return self.candidate_by_text[text]
 
     def candidate_or_none(self, text: str) -> Candidate | None:
-        """The candidate of a memory plan; `None` and a warning if the memory plan is not valid for the model.
+        """Return the candidate of a memory plan; if the memory plan is not valid for the model, warn and return `None`.
 
-        A rule of the default menu for segments of blocks gives no warning, because many models have no such segments.
+        There is no warning for a rule of the default menu that recomputes segments of blocks, because many models have
+        no such segments.
         """
         try:
             return self.candidate(text)
@@ -229,14 +231,14 @@ class _Candidates:
             return None
 
     def candidate_of_budget(self, rule: str, budget: int) -> Candidate | None:
-        """The candidate of a rule with this budget in bytes; `None` if the budget is too small."""
+        """Return the candidate of a rule with this budget in bytes; `None` if the budget is too small."""
         try:
             return self.candidate(f"{rule}:{bytes_text(budget)}")
         except UserError:
             return None
 
     def needed_bytes(self, candidate: Candidate) -> int:
-        """The bytes of device memory per device that a candidate needs, by estimate or by `measure`."""
+        """Return the bytes of device memory per device that a candidate needs, by `measure` or else by estimate."""
         if self.measure is None:
             return candidate.device_bytes
         if candidate not in self.measured_bytes_by_candidate:
@@ -245,7 +247,7 @@ class _Candidates:
 
 
 def _largest_candidate(candidates: _Candidates, rule: str, limit: int, max_budget: int) -> Candidate | None:
-    """A rule's candidate with the largest budget up to `max_budget` that fits; `None` if no budget fits."""
+    """Return a rule's candidate with the largest budget up to `max_budget` that fits; `None` if no budget fits."""
     max_budget += -max_budget % _granularity(max_budget)  # rounded up
     if candidates.candidate_or_none(f"{rule}:{bytes_text(max_budget)}") is None:
         return None
@@ -270,7 +272,7 @@ def _largest_candidate(candidates: _Candidates, rule: str, limit: int, max_budge
 def _pofo_candidate(
     candidates: _Candidates, best_candidate: Candidate, limit: int, host_limit: int | None
 ) -> Candidate | None:
-    """POFO's candidate with the budget of the best candidate; `None` if it saves too little time or does not fit."""
+    """Return POFO's candidate at the best candidate's budget; `None` if it saves too little time or does not fit."""
     costs = candidates.costs
     # the kept bytes, rounded up
     budget = best_candidate.kept_bytes + -best_candidate.kept_bytes % _granularity(best_candidate.kept_bytes)
@@ -296,14 +298,14 @@ def _pofo_candidate(
 def _largest_estimated_candidate(
     candidates: _Candidates, rule: str, limit: int, low_budget: int, high_budget: int
 ) -> Candidate | None:
-    """The candidate of a rule with the largest budget at which the estimate is within `limit`; `None` if none is.
+    """Return a rule's candidate with the largest budget whose estimate is within `limit`; `None` if there is none.
 
     Args:
         candidates: candidates of the experiment.
         rule: rule of the memory plan.
-        limit: most estimated bytes of device memory per device.
-        low_budget: a number of bytes below all budgets to try.
-        high_budget: a number of bytes above all budgets to try.
+        limit: maximum of the estimated bytes of device memory per device.
+        low_budget: number of bytes that all budgets to try exceed.
+        high_budget: number of bytes that no budget to try reaches.
     """
     granularity, best_candidate = _granularity(high_budget), None
     budget = (high_budget - 1) // granularity * granularity
@@ -329,11 +331,14 @@ def _largest_estimated_candidate(
 
 
 def _granularity(budget: int) -> int:
-    """A power of two, in bytes. Budgets searched near `budget` are multiples of it, so that their texts are short."""
+    """Return the number of bytes, a power of two, to whose multiples budgets near `budget` are rounded.
+
+    Rounded budgets have short texts.
+    """
     return 2 ** max(budget.bit_length() - 8, 0)
 
 
 def _budget_of(candidate: Candidate) -> int:
-    """The bytes of the budget of a candidate's memory plan."""
+    """Return the budget of a candidate's memory plan, in bytes."""
     assert candidate.plan.memory.budget is not None, "a searched rule has a budget"
     return candidate.plan.memory.budget

@@ -2,7 +2,7 @@
 
 Each rule of a `MemoryPlan` (the optimal save set, Rotor, heuristics, JAX's policies, periodic plans, the selectors of
 offload) is applied at the same budgets and makes the decision that training would use. Nothing is compiled, and no
-device is needed; the time is modeled by roofline. Left out: JAX's policies under their second names
+device is needed; the time is modeled by roofline. Left out: JAX's policies under their alternative names
 (`checkpoint_dots`), and `everything_saveable`, `nothing_saveable` and `dots_saveable`, which this menu calls `none`,
 `full` and `dots`.
 """
@@ -32,7 +32,7 @@ from jaxscale.values.byte_sizes import bytes_text, short_budget
 from jaxscale.values.units import size
 
 HEURISTICS = ("greedy", "dtr_static", *(f"offload:{selector}" for selector in SELECTORS))
-"""Rules with a budget, except those that are optimal on the device alone."""
+"""Rules with a budget, except `save` and `chain`, which are optimal if nothing is copied to the host."""
 
 BUDGETED_RULES = ("save", "chain", *HEURISTICS)
 """Rules with a budget."""
@@ -41,7 +41,7 @@ FIXED_RULES = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "
 """Rules without a budget, as text forms of memory plans."""
 
 SHARES = (0.0, 0.03, 0.06, 0.12, 0.25, 0.5, 0.75, 1.0)
-"""Budgets, without a block's input, as shares of the bytes that the block keeps without a plan."""
+"""Budgets to compare, as shares of the bytes that a block keeps without a plan; the block's input is added to each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Menu:
     """Decisions of memory rules for a stack of identical blocks, for display as text, SVG and HTML.
 
     Args:
-        title: name of the block, its bytes and its time.
+        title: heading with the block's name, bytes and modeled time.
         graph: graph of one block.
         layers: number of blocks in the stack.
         is_timed: whether costs are modeled seconds; they are FLOP if the chip's rates are unknown.
@@ -65,12 +65,12 @@ class Menu:
     decisions: dict[str, tuple[Decision, ...]] = dataclasses.field(repr=False)
 
     def within(self, rule: str, budget: int) -> Decision | None:
-        """The cheapest decision of a rule within a budget in bytes; `None` if no decision is within the budget."""
+        """Return the cheapest decision of a rule that keeps at most `budget` bytes; `None` if there is none."""
         fitting_decisions = [decision for decision in self.decisions[rule] if decision.bytes <= budget]
         return min(fitting_decisions, key=self.cost, default=None)
 
     def cost(self, decision: Decision) -> float:
-        """The time (or FLOP) that a decision adds to the forward and backward passes, as a share of their own."""
+        """Return the seconds (or FLOP) that a decision adds, divided by those of the forward and backward passes."""
         passes_cost = 3 * self.layers * (self.graph.seconds if self.is_timed else self.graph.flop)
         return (decision.seconds if self.is_timed else decision.flop) / (passes_cost or 1)
 
@@ -95,11 +95,13 @@ class Menu:
         return "time" if self.is_timed else "FLOP"
 
     def _table(self, rules: Collection[str], cell_of: Callable[[Decision], str]) -> list[str]:
-        """The lines of a table with a cell for each rule and budget; "-" if no decision is within the budget.
+        """Return the lines of a table with a row for each rule and a column for each budget.
+
+        A cell is "-" if the rule has no decision within the budget.
 
         Args:
-            rules: names of the rules, one per line.
-            cell_of: function from a decision to the text in its cell.
+            rules: names of the rules.
+            cell_of: function that returns the text in the cell of a decision.
         """
         rule_width = max(map(len, rules))
         text_lines = [" " * rule_width + "".join(f"{size(budget / self.layers):>10}" for budget in self.budgets)]
@@ -110,7 +112,7 @@ class Menu:
         return text_lines
 
     def svg(self) -> str:
-        """The curve of each rule as an SVG image: cost against bytes kept per layer."""
+        """Return an SVG image with a curve for each rule: cost against bytes kept per layer."""
         points_by_rule = {
             rule: [Point(str(d.plan), round(d.bytes / self.layers), 1 + self.cost(d)) for d in decisions]
             for rule, decisions in self.decisions.items()
@@ -118,7 +120,7 @@ class Menu:
         return rules_svg(points_by_rule, f"bytes kept a layer; upwards the {self._cost_name} of a step")
 
     def html(self) -> str:
-        """A self-contained HTML page with the curves and the table."""
+        """Return a self-contained HTML page with the curves and the table."""
         return page(self.title, [("", self.svg()), ("", f"<pre>{escape(str(self))}</pre>")])
 
     def _repr_html_(self) -> str:
@@ -142,18 +144,19 @@ def menu(
     shares: Sequence[float] = SHARES,
     **kwargs: Any,
 ) -> Menu:
-    """The decisions of all memory rules for a block, with their bytes and costs.
+    """Compare the decisions of all memory rules for a block, with their bytes and costs.
 
     Args:
-        block: a function or an NNX module, called as `block(*args, **kwargs)`, where the last of `args` is the
-            activation; a `BlockGraph`; or an `Experiment`, to compare rules on a block of its model as one device
-            runs it.
-        args: arrays or shapes (`jax.ShapeDtypeStruct`) of the block's arguments, per device and microbatch.
+        block: a function or an NNX module, which is called as `block(*args, **kwargs)`; the last of `args` is the
+            activation. It may also be a `BlockGraph`, or an `Experiment`: then rules are compared on a block of the
+            experiment's model, with the shapes of one device.
+        args: the block's arguments as arrays or shapes (`jax.ShapeDtypeStruct`), per device and microbatch.
         platform: platform on which time is modeled, such as "tpu v5e:4x4"; if `None`, costs are FLOP and nothing is
             offloaded. Required for an experiment.
         plan: plan of the experiment; `experiment.plan` by default.
         layers: number of identical blocks in the stack; ignored for an experiment, whose model determines the number.
-        shares: budgets, without a block's input, as shares of the bytes that the block keeps without a plan.
+        shares: budgets to compare, as shares of the bytes that a block keeps without a plan; the bytes of the block's
+            input are added to each.
         kwargs: keyword arguments of the block, passed unchanged.
 
     Raises:
@@ -179,7 +182,7 @@ def menu(
             raise UserError(
                 f"{block.name}: the model exposes no blocks; use layers.Stack or layers.Chain, or pass a block"
             )
-        # if the model has several kinds of blocks, the kind that keeps the most bytes
+        # if the model has several kinds of blocks, choose the kind that keeps the most bytes
         graph_by_kind = {call.fingerprint: call.graph for call in calls}
         count_by_kind = {kind: sum(call.count for call in calls if call.fingerprint == kind) for kind in graph_by_kind}
         largest_kind = max(graph_by_kind, key=lambda kind: count_by_kind[kind] * graph_by_kind[kind].needed_bytes)
@@ -191,7 +194,7 @@ def menu(
 
 
 def _menu(name: str, graph: BlockGraph, layers: int, shares: Sequence[float], chip: Chip | None) -> Menu:
-    """The menu of a stack of blocks with this graph."""
+    """Return the menu of a stack of `layers` blocks that all have this graph."""
     call = BlockCall(graph.fingerprint, graph, args=(), count=layers, rolled=layers > 1, order=0)
     input_bytes = layers * graph.carried_bytes
     exact_budgets = (
@@ -220,12 +223,12 @@ def _menu(name: str, graph: BlockGraph, layers: int, shares: Sequence[float], ch
 
 
 def _percentage_text(cost: float) -> str:
-    """The percentage, as text, of a cost that is given as a share of the passes' time."""
+    """Return a relative cost (`Menu.cost`) as a percentage, such as "+12.5%"."""
     return f"{cost:+.1%}" if cost < 10 else f"{cost:+.0%}"
 
 
 def _graph(block: Any, args: Sequence[Any], kwargs: Any, platform: Platform | None) -> BlockGraph:
-    """The graph of a block that is a function or an NNX module; a `BlockGraph` is returned unchanged."""
+    """Return the graph of a function or an NNX module; return a `BlockGraph` unchanged."""
     from flax import nnx
 
     chip = None if platform is None else platform.chip
@@ -236,7 +239,7 @@ def _graph(block: Any, args: Sequence[Any], kwargs: Any, platform: Platform | No
     graphdef, state = nnx.split(block)
 
     def run_module(module_state: Any, *arguments: Any) -> Any:
-        """Call the module with these variables on the block's arguments."""
+        """Call the module, with the variables in `module_state`, on the block's arguments."""
         module: Any = nnx.merge(graphdef, module_state, copy=True)
         return module(*arguments, **kwargs)
 

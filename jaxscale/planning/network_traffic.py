@@ -1,9 +1,10 @@
 """Network traffic of a train step: bytes per device, step and mesh axis, and seconds on the slow axis.
 
-The slow axis is the mesh axis of replicas. The plan determines the traffic over it: the bytes of encoded gradients,
-the bytes of DiLoCo's exchanges per step on average, or else the bytes of the gradients' shards in the type in which the
-gradients are reduced. The traffic over every axis is read from a compiled program. Seconds are bytes divided by the
-link's bandwidth, if nothing else uses the link. Left out: latency, and overlap with computation.
+The slow axis is the mesh axis of replicas. The plan determines the traffic over the slow axis. With a codec, it is the
+bytes of encoded gradients; with DiLoCo, the mean bytes that its exchanges send per step. Otherwise, it is the bytes of
+the gradient shards in the type in which gradients are reduced. The traffic over every axis is read from a compiled
+program. Seconds are bytes divided by the link's bandwidth, as if nothing else used the link. Left out: latency, and
+overlap with computation.
 """
 
 import dataclasses
@@ -27,12 +28,12 @@ class Traffic:
     """Traffic of a device over the slow axis.
 
     Args:
-        sent_bytes: bytes sent per step; for DiLoCo the mean over steps.
+        sent_bytes: bytes sent per step; for DiLoCo, the mean over steps.
         exact_bytes: bytes that would be sent per step if float32 gradients were reduced in every step.
-        sender: source of the bytes: "reduce" and the codec, "diloco" and the interval, or the type in which gradients
-            are reduced.
-        link_name: name of the links along the axis; "" if the platform's table has no such link.
-        seconds: seconds to send the bytes of a step; `None` without a link.
+        sender: what sends the bytes: "reduce" followed by the codec, "diloco" followed by the interval, or, without a
+            codec and DiLoCo, the type in which gradients are reduced.
+        link_name: name of the links along the axis; "" if the platform's table lists no such link.
+        seconds: modeled seconds to send the bytes of a step; `None` if the table lists no such link.
     """
 
     sent_bytes: int
@@ -52,7 +53,7 @@ class Traffic:
 
 
 def slow_axis_traffic(step: TrainStep, platform: Platform) -> Traffic | None:
-    """The traffic of a step over the slow axis; `None` if the mesh has only one replica.
+    """Return the traffic of a step over the slow axis; `None` if the mesh has only one replica.
 
     Args:
         step: a train step.
@@ -83,7 +84,9 @@ def slow_axis_traffic(step: TrainStep, platform: Platform) -> Traffic | None:
 
 
 def slow_link(platform: Platform, mesh: MeshSpec) -> tuple[str, float]:
-    """The name of the links along the replica axis, and their bytes/s per device and direction; ("", 0.0) if unknown.
+    """Return the name of the links along the replica axis, and their bytes/s per device and direction.
+
+    If the links are unknown, return ("", 0.0).
 
     Example:
         >>> slow_link(Platform.parse("tpu v5e:4x4 x 2"), MeshSpec(replica=2, fsdp=16))
@@ -103,13 +106,15 @@ def slow_link(platform: Platform, mesh: MeshSpec) -> tuple[str, float]:
 
 
 def sent_bytes_by_axes(collectives: Iterable[Collective], mesh: MeshSpec, slice_count: int = 1) -> dict[str, int]:
-    """The bytes that a device sends in a compiled step, by the collectives' axes, if each collective uses a ring.
+    """Return the bytes that a device sends in a compiled step, by the mesh axes of the collectives.
+
+    Each collective is assumed to run around a ring of devices.
 
     Args:
         collectives: collectives of the compiled step.
         mesh: mesh for which the step was compiled.
-        slice_count: number of TPU slices of the platform; the bytes of an all-gather across slices are those that one
-            device contributes.
+        slice_count: number of TPU slices of the platform. For an all-gather across slices, `Collective.bytes` counts
+            only the bytes that one device contributes.
 
     Example:
         >>> gather = Collective("all-gather", ("fsdp",), 4096, 2, "bf16", "main")

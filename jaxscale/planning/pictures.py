@@ -17,7 +17,7 @@ CUT = 3
 """Largest excess cost (above the lowest cost) that is drawn to scale, as a multiple of the median excess cost."""
 
 MAX_MOMENTS = 400
-"""Maximum number of moments drawn; of neighboring moments, those with the most and the fewest live bytes remain."""
+"""Maximum number of moments drawn; of each group of neighbors, those with the most and the fewest bytes are kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Point:
         name: text of the plan.
         bytes: bytes of device memory per device.
         cost: FLOP or seconds of a step, as a multiple of the lowest cost of all plans.
-        is_current: whether this is the user's plan or, in a search, the best one.
+        is_current: whether this is the user's plan or, in a search, the best plan.
         kept_bytes: bytes of kept activations of the whole model; `None` if unknown.
         block_kept_bytes: bytes of kept activations of one block; `None` if unknown.
     """
@@ -44,12 +44,12 @@ class Point:
 def live_bytes_svg(
     moments: Sequence[Mapping[str, int]], limit: int | None = None, backward_start: int | None = None
 ) -> str:
-    """The live bytes by kind over the moments of a step, stacked, as an SVG image.
+    """Return an SVG image of the live bytes at each moment of a step, stacked by kind of tensor.
 
     Args:
         moments: live bytes by kind at each moment.
-        limit: available bytes, drawn as a line.
-        backward_start: index of the first moment of the backward pass, drawn as a line.
+        limit: available bytes, drawn as a horizontal line.
+        backward_start: index of the first moment of the backward pass, drawn as a vertical line.
 
     Example:
         >>> live_bytes_svg([{"parameters": 2**20}, {"parameters": 2**20, "loss": 2**20}]).count("<path")
@@ -82,13 +82,13 @@ def live_bytes_svg(
 
 
 def plans_svg(points: Sequence[Point], limit: int | None = None) -> str:
-    """Memory plans by bytes (to the right) and by cost (upward), as an SVG image.
+    """Return an SVG image of plans, with bytes on the horizontal axis and cost on the vertical axis.
 
     Costs above the largest cost that is drawn to scale (`CUT`) are drawn at the upper edge.
 
     Args:
-        points: the memory plans to draw.
-        limit: available bytes, drawn as a line.
+        points: the plans to draw.
+        limit: available bytes, drawn as a vertical line.
     """
     edge_cost = _edge_cost(points)
     frame = Frame((0, 1.12 * _axis_bytes(max(point.bytes for point in points), limit)), (1, 1 + 1.15 * (edge_cost - 1)))
@@ -114,7 +114,7 @@ def plans_svg(points: Sequence[Point], limit: int | None = None) -> str:
 
 
 def rules_svg(points_by_rule: Mapping[str, Sequence[Point]], x_title: str) -> str:
-    """Memory plans by bytes (to the right) and by cost (upward), with one line for each rule, as an SVG image.
+    """Return an SVG image with a line for each memory rule: cost on the vertical axis, bytes on the horizontal axis.
 
     Costs above the largest cost that is drawn to scale (`CUT`) are drawn at the upper edge.
 
@@ -150,24 +150,24 @@ def rules_svg(points_by_rule: Mapping[str, Sequence[Point]], x_title: str) -> st
 
 
 def _plan_axes(frame: Frame, format_cost: Callable[[float], str]) -> Markup:
-    """The axes of a picture of memory plans; `format_cost` returns the label of a cost."""
+    """Return the axes of a picture of memory plans; `format_cost` returns the label of a cost."""
     return joined([frame.grid(ticks(*frame.y_range, 5), format_cost), frame.labels(byte_ticks(frame.x_range[1]), size)])
 
 
 def _axis_bytes(largest_bytes: float, limit: int | None) -> float:
-    """The bytes at the end of an axis; the axis includes the limit unless that would flatten the picture."""
+    """Return the bytes at the end of an axis. It reaches the limit unless that would flatten the picture."""
     return max(largest_bytes, limit if limit is not None and limit < 2.5 * largest_bytes else 0, 1)
 
 
 def _edge_cost(points: Sequence[Point]) -> float:
-    """The largest cost that is drawn to scale; it is limited so that a few high costs do not flatten the picture."""
+    """Return the largest cost that is drawn to scale, limited so that a few high costs do not flatten the picture."""
     excess_costs = sorted(point.cost - 1 for point in points)
     median_excess = excess_costs[len(excess_costs) // 2] if excess_costs else 0.0
     return 1 + max(min(max(excess_costs, default=0.0), CUT * median_excess), 0.1) * 1.1
 
 
 def items_table(items: Sequence[Item], row_count: int = 60) -> Markup:
-    """The first `row_count` arrays as an HTML table, with one row for the total of all others."""
+    """Return the first `row_count` arrays as an HTML table, with one row for the total of all other arrays."""
     rows = [(size(item.bytes), item.kind, item.name) for item in items[:row_count]]
     smaller_items = items[row_count:]
     sum_row = (size(sum(item.bytes for item in smaller_items)), "", f"{len(smaller_items)} smaller ones")
@@ -177,7 +177,7 @@ def items_table(items: Sequence[Item], row_count: int = 60) -> Markup:
 
 
 def page(title: str, headings_and_contents: Sequence[tuple[str, str]]) -> str:
-    """A self-contained HTML page of sections. Each is a pair of heading and markup; "" stands for no heading."""
+    """Return a self-contained HTML page of sections, given as pairs of heading and markup; "" means no heading."""
     heading_elements = [element("h2", heading) if heading else None for heading, _ in headings_and_contents]
     contents = [Markup(content) for _, content in headings_and_contents]
     return markup.page(title, element("h1", title), list(zip(heading_elements, contents, strict=True)))

@@ -30,7 +30,7 @@ from jaxscale.values.units import size
 STAND_IN = "v5e"
 """Chip whose rates determine the prices of the blocks if the platform's rates are unknown."""
 MAX_MICROBATCHES = 16
-"""Maximum number of microbatches per device on the pipe axis."""
+"""Maximum number of microbatches per rank of the pipeline."""
 MAX_ESTIMATES = 24
 """Maximum number of candidates, the fastest first, for which the whole step is estimated."""
 
@@ -77,7 +77,7 @@ def pipeline_choice(
 
     @functools.cache
     def prices_of(microbatch_count: int) -> ModelPrices:
-        """The prices of the model with this number of microbatches."""
+        """Return the prices of the model's blocks for this number of microbatches."""
         return prices_of_periods(model_prices(experiment, price_platform, rank_count, microbatch_count), period)
 
     pipe_devices = None
@@ -88,7 +88,7 @@ def pipeline_choice(
     choice = choose_pipeline(prices_of, rank_count, microbatch_counts, pipe_devices)
 
     def plan_with_pipeline(candidate: PipelineCandidate) -> Plan:
-        """The plan with the pipeline of a candidate."""
+        """Return the plan with the pipeline of a candidate."""
         assert plan.pipeline is not None
         assert candidate.partition is not None
         layer_counts = layer_counts_of(candidate.partition, period)
@@ -123,11 +123,11 @@ def pipeline_choice(
 
 
 def prices_of_periods(prices: ModelPrices, period: int) -> ModelPrices:
-    """The prices of a model in which each period is one block, so that no stage starts inside a period.
+    """Return prices that count each period of blocks as one block, so that no stage starts inside a period.
 
     Args:
         prices: prices of the model's blocks.
-        period: number of blocks in a period, the group of different blocks that the model repeats.
+        period: number of blocks in a period. A period is the group of different blocks that the model repeats.
 
     Example:
         >>> from jaxscale.pipeline.choose.price import Price
@@ -141,7 +141,7 @@ def prices_of_periods(prices: ModelPrices, period: int) -> ModelPrices:
 
 
 def _total_price(block_prices: Sequence[Price]) -> Price:
-    """The price of consecutive blocks as one block."""
+    """Return the price of consecutive blocks that are treated as one block."""
     field_names = [field.name for field in dataclasses.fields(Price)]
     total_by_field: dict[str, float] = {
         name: sum(getattr(price, name) for price in block_prices) for name in field_names
@@ -152,12 +152,12 @@ def _total_price(block_prices: Sequence[Price]) -> Price:
 
 
 def layer_counts_of(partition: Partition, period: int) -> tuple[int, ...]:
-    """The number of blocks in each stage of a partition into whole periods, each of `period` blocks."""
+    """Return the number of blocks in each stage of a partition into whole periods of `period` blocks each."""
     return tuple(period * len(periods) for periods in partition.stages)
 
 
 def _fixed_bytes(experiment: Experiment, platform: Platform, plan: Plan, rank_count: int, microbatch_count: int) -> int:
-    """The bytes per device of weights, optimizer state, compute copy and float32 gradients, with equal stages."""
+    """Return the bytes per device of weights, optimizer state, compute copy and gradients, for equal stages."""
     pipeline = PipelinePlan.parse(f"gpipe:{rank_count}x{microbatch_count}")
     step = described_step(experiment, platform, dataclasses.replace(plan, pipeline=pipeline))
     weight_bytes = local_bytes(step.layout.abstract.params)

@@ -59,7 +59,7 @@ class TracedStep:
         placements: placements of the program's values.
         compiler: properties of the platform's compiler.
         paths_and_leaves: for each input of the program, its path and its abstract value.
-        flop: FLOP of the step's products, all devices together.
+        flop: FLOP of the step's matrix products, summed over all devices.
     """
 
     program: FlatProgram
@@ -108,19 +108,19 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
 
 
 def _delays_gradients(step: TrainStep, platform: Platform) -> bool:
-    """Whether XLA:TPU finishes the gradients of blocks outside of loops late, because it sums them around a ring."""
+    """Return whether XLA:TPU finishes gradients of blocks outside loops late, because it sums them around a ring."""
     plan = step.plan
     has_rings = _is_flat(platform) and step.mesh.shape.get("fsdp", 1) > 2
     return has_rings and plan.zero > 1 and plan.microbatches == 1
 
 
 def _is_flat(platform: Platform) -> bool:
-    """Whether the platform is a slice of a TPU whose chips are connected in two dimensions."""
+    """Return whether the platform is a TPU slice with a two-dimensional topology."""
     return platform.chip.kind == "tpu" and platform.topology is not None and len(platform.topology) == 2
 
 
 def _compiler(platform: Platform, plan: Plan) -> Compiler:
-    """The properties of a platform's compiler under a plan, as observed in compiled programs."""
+    """Return the properties of a platform's compiler under a plan, as observed in compiled programs."""
     product_fusion: Literal["no", "all", "local"] = "no"
     if platform.chip.kind == "tpu":
         product_fusion = "local" if _is_flat(platform) else "all"
@@ -135,7 +135,7 @@ def _compiler(platform: Platform, plan: Plan) -> Compiler:
 
 
 def lowered_step(devices: Sequence[Any], make: Callable[[], Experiment], plan: Plan | None = None) -> Any:
-    """Lower the train step for some devices; `step_recipe` binds all arguments but the first.
+    """Lower the train step for the given devices. `step_recipe` binds all arguments except `devices`.
 
     Args:
         devices: devices of the platform.
@@ -157,7 +157,7 @@ def lowered_step(devices: Sequence[Any], make: Callable[[], Experiment], plan: P
 
 
 def step_recipe(experiment: Experiment, plan: Plan, make: Callable[[], Experiment] | None) -> partial[Any]:
-    """The function with which `compile_report` lowers a train step for devices.
+    """Return the function that `compile_report` calls to lower a train step for devices.
 
     Args:
         experiment: the experiment to plan for.

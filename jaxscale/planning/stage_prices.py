@@ -42,7 +42,7 @@ from jaxscale.step.train_step import TrainStep
 
 
 def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePlan, schedule: Schedule) -> Costs:
-    """The seconds and bytes of a schedule's stages.
+    """Return the modeled seconds and the bytes of each stage of a schedule.
 
     The blocks are divided into stages as in the experiment's plan, or evenly if the plan's partition is not for this
     schedule.
@@ -54,7 +54,7 @@ def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePl
         schedule: schedule of the pipeline.
 
     Raises:
-        UserError: there are more stages than blocks, devices or rows cannot be split evenly, or the chip's rates are
+        UserError: there are more stages than blocks; devices or rows cannot be split evenly; or the chip's rates are
             unknown.
     """
     _, microbatch_count = pipeline.shape()
@@ -68,7 +68,7 @@ def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePl
 
 
 def simulation_of(experiment: Experiment, platform: Platform, plan: Plan) -> Simulation | None:
-    """The simulation of a plan's pipeline; `None` if the chip's rates are unknown.
+    """Simulate a plan's pipeline; return `None` if the chip's rates are unknown.
 
     Args:
         experiment: the experiment to plan for.
@@ -90,12 +90,12 @@ def costs_of(
     *,
     recomputes_forward: bool = False,
 ) -> Costs:
-    """The costs of stages from the prices of their blocks.
+    """Return the costs of stages, computed from the prices of their blocks.
 
     Args:
         prices: prices of the model's blocks.
         layer_counts: number of blocks in each stage.
-        message_seconds: seconds that a message takes on each link of the ring of devices.
+        message_seconds: for each rank, seconds of a message on the link to the next rank of the ring; `()` for 0.
         recomputes_forward: whether a stage keeps only its input and reruns its forward pass before its backward pass.
 
     Example:
@@ -110,7 +110,7 @@ def costs_of(
         prices_by_stage[-1] = (*prices_by_stage[-1], prices.last)
 
     def totals_of(field_name: str) -> tuple[float, ...]:
-        """The sum of one field of the prices over the blocks of each stage."""
+        """Return, for each stage, the sum of one field of the prices over its blocks."""
         return tuple(
             float(sum(getattr(price, field_name) for price in stage_prices)) for stage_prices in prices_by_stage
         )
@@ -131,7 +131,7 @@ def costs_of(
 
 
 def model_prices(experiment: Experiment, platform: Platform, rank_count: int, microbatch_count: int) -> ModelPrices:
-    """The prices of a model's blocks and of its head, per device and microbatch.
+    """Return the prices of a model's blocks and of its head, per device and microbatch.
 
     Args:
         experiment: the experiment to plan for; its plan specifies mesh, types, attention and memory.
@@ -140,7 +140,7 @@ def model_prices(experiment: Experiment, platform: Platform, rank_count: int, mi
         microbatch_count: number of microbatches of a global batch.
 
     Raises:
-        UserError: devices or rows cannot be split evenly, the model exposes no blocks, or the chip's rates are unknown.
+        UserError: devices or rows cannot be split evenly; the model exposes no blocks; or the chip's rates are unknown.
     """
     chip = platform.chip
     if roofline.rate(chip, "bfloat16") is None:
@@ -153,7 +153,7 @@ def model_prices(experiment: Experiment, platform: Platform, rank_count: int, mi
             f"pipeline of {rank_count} ranks: {platform} has {platform.devices} devices, expected a multiple of "
             f"{rank_count}; choose another number of ranks or another platform"
         )
-    # the whole model, on the devices of one stage
+    # trace the whole model on the devices of one stage
     plan = experiment.plan.without_pipeline()
     memory = MemoryPlan("none") if plan.memory.rule == "fit" else plan.memory
     plan = dataclasses.replace(plan, memory=memory, microbatches=microbatch_count)
@@ -179,13 +179,16 @@ def model_prices(experiment: Experiment, platform: Platform, rank_count: int, mi
 
 
 def message_seconds_of(platform: Platform, prices: ModelPrices) -> float:
-    """The seconds of a message between neighbors on the pipe axis over the fastest kind of link; 0.0 without links."""
+    """Return the seconds of a message between neighboring ranks over the platform's fastest kind of link.
+
+    Return 0.0 if the platform has no known link, or only one device.
+    """
     links = [link for link in platform.links if link.name in ("ici", "nvlink", "pcie")]
     return prices.blocks[0].message_bytes / links[0].bandwidth if links and platform.devices > 1 else 0.0
 
 
 def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
-    """The seconds of a block's input gradient and of its weight gradient.
+    """Return the modeled seconds of a block's input gradient and of its weight gradient.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -215,7 +218,7 @@ def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
 
 
 def head_price(step: TrainStep, calls: Sequence[BlockCall], platform: Platform) -> Price | None:
-    """The price of head and loss, from the products outside the blocks; `None` if there are no such products."""
+    """Return the price of head and loss: the matrix products outside the blocks; `None` if there are none."""
     import jax
 
     objective, plan = step.objective, step.plan

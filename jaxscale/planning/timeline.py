@@ -22,7 +22,7 @@ from jaxscale.programs.placements import Placements
 from jaxscale.programs.regions import results_and_unchanged_operands
 
 OPERATIONS_WITHOUT_REUSE = (*PRODUCTS, *COLLECTIVES, "gather", "sort", "top_k", "shard_map", "pallas_call")
-"""Operations whose results cannot reuse the memory of an operand. Nor can those of reductions (`reduce_...`)."""
+"""Operations whose results cannot reuse an operand's memory; those of reductions (`reduce_...`) cannot either."""
 
 PieceBytes = Mapping[Piece, int | None]
 """Bytes of the temporaries of each piece of a step; `None` if no compiler has reported them."""
@@ -33,8 +33,8 @@ class Item:
     """An array that is alive.
 
     Args:
-        name: the model's name of the array, with type and shape; if it has no name, type, shape, operation and source
-            line.
+        name: the array's name in the model, with type and shape. An array without a name is described by its type,
+            shape, operation and source line.
         kind: purpose of the array, such as "gradients".
         bytes: bytes per device.
     """
@@ -45,7 +45,7 @@ class Item:
 
 
 def bytes_by_kind(items: Iterable[Item]) -> dict[str, int]:
-    """The total bytes of the arrays of each kind."""
+    """Return the total bytes of the arrays of each kind."""
     total_by_kind: dict[str, int] = {}
     for item in items:
         total_by_kind[item.kind] = total_by_kind.get(item.kind, 0) + item.bytes
@@ -59,7 +59,7 @@ class Moment:
     Args:
         items: the arrays, in the order in which they were computed.
         is_backward: whether the operation belongs to the backward pass.
-        piece: the piece of the step that the operation belongs to; `None` if it belongs to no piece.
+        piece: the piece of the step that contains the operation; `None` if there is none.
     """
 
     items: tuple[Item, ...] = ()
@@ -106,13 +106,14 @@ class Timeline:
 def timeline(
     program: FlatProgram, placements: Placements, compiler: Compiler, bytes_by_piece: PieceBytes | None = None
 ) -> Timeline:
-    """The live bytes of the values that a program computes; arguments, which belong to the caller, do not count.
+    """Return the live bytes of the values that a program computes. Arguments are not counted: the caller owns them.
 
     Args:
         program: a flat program.
         placements: placements of the program's values.
         compiler: properties of the platform's compiler.
-        bytes_by_piece: bytes of the temporaries of each piece of the program; a compiled piece becomes a single moment.
+        bytes_by_piece: bytes of the temporaries of each piece of the program. A piece with known bytes becomes a
+            single moment.
     """
     return Timeline(tuple(_Sweep(Arrays(program, placements, compiler), bytes_by_piece or {}).moments()))
 
@@ -124,7 +125,7 @@ class _Sweep:
     Args:
         arrays: arrays of the program.
         bytes_by_piece: bytes of the temporaries of each piece of the step.
-        path: indices of the loops around the program, the outermost first.
+        path: operation indices of the loops that contain the program, the outermost first.
         default_kind: kind of the values for which `kinds_of` returns no kind.
     """
 
@@ -139,11 +140,11 @@ class _Sweep:
         return kinds_of(self.arrays.program)
 
     def moments(self) -> list[Moment]:
-        """The moments of the program's operations, and of the programs inside them."""
+        """Return the moments of the program's operations, including those inside loops and branches."""
         piece_by_index = {
             index: piece for piece in self.bytes_by_piece if piece.path == self.path for index in piece.indices
         }
-        # the index of the last operation that reads an array, and of the last one during which it is alive
+        # by array, the index of the last operation that reads it, and of the last operation during which it is alive
         last_read_by_array = self._last_read_by_array()
         last_use_by_array = last_read_by_array | self._late_read_by_array(last_read_by_array)
         live_item_by_array: dict[int, Item] = {}
@@ -167,7 +168,7 @@ class _Sweep:
                 if index == piece.stop - 1:
                     kind = "loss" if piece.name == "loss" else self.default_kind
                     inner_moments = [Moment((Item(f"{piece.name}, compiled", kind, temporaries_bytes),))]
-                    # late arrays of the piece are among its temporaries
+                    # arrays that a gradient's product reads late are among the temporaries of the piece
                     later_item_by_array = {
                         value: item
                         for value, item in live_item_by_array.items()
@@ -184,11 +185,11 @@ class _Sweep:
         return moments
 
     def _last_read_by_array(self) -> dict[int, int]:
-        """For each array, the index of the last operation that reads it, directly or through an expression."""
+        """Return, for each array, the index of the last operation that reads it, directly or through an expression."""
         arrays, program = self.arrays, self.arrays.program
         last_read_by_array: dict[int, int] = {}
         for index, operation in enumerate(program.operations):
-            # an expression is computed with the array that reads it; a value written into a slot is written at once
+            # an expression is computed where an array is computed from it; a stacked output is written at once
             if (
                 any(value in arrays.array_bytes for value in operation.outputs)
                 or operation.loop_body
@@ -198,7 +199,7 @@ class _Sweep:
         return last_read_by_array | dict.fromkeys(arrays.sources_of(program.outputs), len(program.operations))
 
     def _late_read_by_array(self, last_read_by_array: Mapping[int, int]) -> dict[int, int]:
-        """For each array that a gradient's product reads late, the index of the last operation that needs it."""
+        """Return the index of the last operation that needs it, for each array that a gradient's product reads late."""
         arrays = self.arrays
         if arrays.compiler.product_fusion == "no":
             return {}
@@ -216,7 +217,7 @@ class _Sweep:
         dying_arrays: Sequence[int],
         item_by_array: Mapping[int, Item],
     ) -> list[int]:
-        """The dying arrays whose memory results of an operation reuse.
+        """Return the dying arrays whose memory is reused for results of an operation.
 
         Args:
             operation: the operation.
@@ -260,7 +261,7 @@ class _Sweep:
         return reused_arrays
 
     def _inner_moments(self, operation: Operation, index: int) -> list[Moment]:
-        """The moments of the operation with this index; their items exclude its operands and results."""
+        """Return the moments of the operation at `index`; they leave out the operation's operands and results."""
         moments: list[Moment] = []
         if operation.loop_body is not None:
             is_loss = all(self.kind_by_value.get(value) == "loss" for value in operation.outputs)
@@ -277,7 +278,7 @@ class _Sweep:
         return moments or [Moment()]
 
     def _gathered_bytes(self, operation: Operation, index: int) -> int:
-        """The bytes of the weights that are gathered for the operation with this index."""
+        """Return the bytes of the weights that are gathered for the operation at `index`."""
         arrays = self.arrays
         gathered_bytes = int(arrays.compiler.gathered_share * arrays.placements.gathered_bytes.get(index, 0))
         if (
@@ -291,7 +292,7 @@ class _Sweep:
         return gathered_bytes
 
     def _item(self, operation: Operation, value: int) -> Item:
-        """The item of an array that an operation computes."""
+        """Return the item of an array that an operation computes."""
         aval = self.arrays.program.avals[value]
         name, origin = _name_and_origin(operation, value, self.arrays.program)
         shape_text = f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "dtype") else str(aval)
@@ -301,7 +302,9 @@ class _Sweep:
 
 
 def _name_and_origin(operation: Operation, value: int, program: FlatProgram) -> tuple[str, Operation]:
-    """The model's name of a value (or ""), and the operation that computes it, found through views and loops.
+    """Return the model's name of a value ("" if it has none), and the operation that computes the value.
+
+    Both are looked up through views and loops.
 
     Args:
         operation: the operation that returns the value in `program`.

@@ -34,10 +34,10 @@ class Assignment:
     """The blocks of a model assigned to different kinds of devices.
 
     Args:
-        pipeline: pipeline with the number of blocks in each stage.
-        partition: partition of the blocks into stages, or of the periods (groups of different blocks that the model
-            repeats).
-        chip_names: name of each rank's chip; if the chips of the workers differ, the name of the slowest one.
+        pipeline: pipeline plan, with the number of blocks in each stage.
+        partition: partition of the model's periods into stages. A period is the group of different blocks that the
+            model repeats, or a single block if all blocks are alike.
+        chip_names: name of each rank's chip; if several workers have different chips at a rank, the slowest chip.
         worker_count: number of pipelines that run side by side.
     """
 
@@ -58,7 +58,7 @@ def parse_groups(text: str, rank_count: int) -> tuple[Platform, ...]:
 
     Args:
         text: the platforms of the groups, separated by commas.
-        rank_count: number of ranks of the pipeline, for a check of the number of devices.
+        rank_count: number of ranks of the pipeline, which must divide the number of devices.
 
     Raises:
         UserError: the text names fewer than two kinds of chips, or the number of devices is not a multiple of
@@ -83,7 +83,7 @@ def parse_groups(text: str, rank_count: int) -> tuple[Platform, ...]:
 def assign(
     experiment: Experiment, groups: Sequence[Platform], pipeline: PipelinePlan, schedule: Schedule
 ) -> Assignment:
-    """The fastest partition of an experiment's blocks over different kinds of devices.
+    """Assign an experiment's blocks to different kinds of devices, by the fastest partition.
 
     Args:
         experiment: the experiment to plan for; its plan specifies types, attention and memory.
@@ -92,7 +92,8 @@ def assign(
         schedule: schedule of the pipeline.
 
     Raises:
-        UserError: the rates of a chip are unknown, rows cannot be split evenly, or microbatches take several routes.
+        UserError: the rates of a chip are unknown, rows cannot be split evenly, or the schedule's microbatches take
+            several routes.
     """
     worker_count = sum(group.devices for group in groups) // schedule.ranks
     _, microbatch_count = pipeline.shape()

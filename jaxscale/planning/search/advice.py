@@ -12,7 +12,7 @@ from jaxscale.values.units import size
 
 
 def advice_for(search: Search, smallest_plan: JudgedPlan) -> str:
-    """Return sentences on what is missing, which setting would free the most, and which machine would be sufficient.
+    """Return sentences on the missing bytes, the setting that frees the most, and the smallest sufficient machine.
 
     If the limit of device memory is unknown, return "".
 
@@ -56,7 +56,7 @@ def advice_for(search: Search, smallest_plan: JudgedPlan) -> str:
 
 
 def _saved_bytes_and_flags(search: Search, smallest_plan: JudgedPlan) -> list[tuple[int, str]]:
-    """Return the bytes that number formats would free, each with the flag that sets the format."""
+    """Return, for each number format that would free memory, the saved bytes and the flag that sets the format."""
     plan_by_flags: dict[str, Plan] = {}
     plan = smallest_plan.plan
     try:

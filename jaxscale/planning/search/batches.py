@@ -5,8 +5,8 @@
 Here t(B) is the seconds of a step of B rows. A larger batch spreads the update and the exposed messages of a step over
 more rows, until only the passes count. Beyond that, it takes more memory, and a run learns less from each row (the
 critical batch). So the choice is the smallest batch whose speed is within `NEAR_SHARE` of the best. Batches are powers
-of two times the odd part of the number of devices. Each has a search of its own: reading the weights takes longer than
-the products of few rows, so seconds are not proportional to rows.
+of two times the odd part of the number of devices. Each batch has its own search, because seconds are not proportional
+to rows: with few rows, reading the weights takes longer than the matrix products.
 
 References:
     McCandlish et al. 2018, "An empirical model of large-batch training" (arXiv:1812.06162).
@@ -30,7 +30,7 @@ NEAR_SHARE = 0.03
 LEAST_GAIN = 0.01
 """Least relative gain in rows per second of a doubled batch; below it, no larger batch is tried."""
 MOST_DOUBLINGS = 12
-"""Maximum number of times that the batch is doubled, from one row per device on."""
+"""Maximum number of times that the batch is doubled, starting from one row per device."""
 MOST_HALVINGS = 3
 """Maximum number of times that one row per device is halved, for models that are split over several devices."""
 

@@ -2,8 +2,8 @@
 
     factor = median of a run's measured seconds of a step / modeled seconds of the same step
 
-The factor does not change the order of plans. It corrects the seconds that are shown. If a chip's rates are unknown, as
-those of a CPU, plans are ordered by assumed rates, and only a calibration turns their seconds into absolute ones.
+The factor does not change the order of plans. It corrects the seconds that are shown. If a chip's rates are unknown,
+like those of a CPU, plans are ordered by assumed rates. Their modeled seconds are absolute only with a calibration.
 """
 
 import dataclasses
@@ -35,10 +35,10 @@ class Calibration:
     """A factor by which modeled seconds are multiplied, and where it was measured.
 
     Args:
-        factor: measured seconds over modeled ones.
+        factor: measured seconds divided by modeled seconds.
         steps: number of measured steps.
-        experiment: name of the experiment.
-        jaxlib: version of jaxlib.
+        experiment: name of the experiment that was measured.
+        jaxlib: version of jaxlib that ran the experiment.
     """
 
     factor: float
@@ -95,13 +95,13 @@ def calibrate(experiment: Experiment, plan: Plan, platform: Platform, measured_s
 
     Args:
         experiment: the experiment that ran.
-        plan: its plan, with a mesh and a resolved memory rule.
-        platform: platform on which it ran.
-        measured_seconds: measured seconds of each of its steps.
+        plan: plan of the run, with a mesh and a resolved memory rule.
+        platform: platform on which the experiment ran.
+        measured_seconds: measured seconds of each step of the run.
 
     Raises:
-        UserError: there are fewer than `LEAST_STEPS` steps, the plan's memory rule has no price, or there is no folder
-            in which to store the calibration.
+        UserError: there are fewer than `LEAST_STEPS` steps, the costs of the plan's memory rule are unknown, or the
+            calibration cannot be stored in a folder.
     """
     check_step_count(len(measured_seconds))
     path = calibration_file()
@@ -131,10 +131,10 @@ def calibrate(experiment: Experiment, plan: Plan, platform: Platform, measured_s
 
 
 def check_step_count(step_count: int) -> None:
-    """Refuse a calibration from too few measured steps.
+    """Check that there are enough measured steps for a calibration.
 
     Raises:
-        UserError: there are fewer than `LEAST_STEPS`.
+        UserError: there are fewer than `LEAST_STEPS` steps.
     """
     if step_count < LEAST_STEPS:
         raise UserError(

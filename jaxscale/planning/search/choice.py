@@ -43,9 +43,9 @@ class PlanChoice:
         platform: platform that was planned for.
         outcome: the plans that the search compared.
         limit: available bytes of device memory per device; `None` if unknown.
-        rows: rows of the batch.
-        positions: positions of a row, such as tokens; 1 for images.
-        flop: FLOP of the model in a step without recomputation, all devices together.
+        rows: number of rows in the batch.
+        positions: number of positions in a row, such as tokens; 1 for images.
+        flop: FLOP of the model in a step without recomputation, summed over all devices.
         advice: sentences on what would make a plan fit; "" if one fits.
         calibration: the calibration by which the seconds are scaled; `None` if there is none.
     """
@@ -77,23 +77,23 @@ class PlanChoice:
 
     @property
     def is_timed(self) -> bool:
-        """Whether seconds are absolute rather than only relative: rates are known, or there is a calibration."""
+        """Whether modeled seconds are absolute, because the chip's rates are known or there is a calibration."""
         return has_rates(self.platform) or self.calibration is not None
 
     @property
     def mfu(self) -> float | None:
-        """The model's FLOP per modeled second, as a share of the chips' peak; `None` if the peak is unknown."""
+        """The model's FLOP per modeled second, divided by the chips' peak FLOP/s; `None` if the peak is unknown."""
         peak = rated(self.platform).peak("bfloat16" if self.plan.precision == "bfloat16" else "float32")
         return None if peak is None or not has_rates(self.platform) else self.flop / (self.best.seconds.total * peak)
 
     @property
     def rows_per_second(self) -> float:
-        """Rows of the batch over the modeled seconds of a step."""
+        """The number of rows in the batch, divided by the modeled seconds of a step."""
         return self.rows / self.best.seconds.total
 
     @property
     def positions_per_second(self) -> float:
-        """Positions (tokens of a language model, otherwise rows) of the batch over the modeled seconds of a step."""
+        """The number of positions in the batch (tokens, or rows without tokens), divided by the seconds of a step."""
         return self.positions * self.rows_per_second
 
     @property
@@ -157,7 +157,7 @@ class PlanChoice:
     __repr__ = __str__
 
     def _rivals(self) -> tuple[JudgedPlan, ...]:
-        """The plans to show beside the best one: those that fit, then, of each mesh, the first that does not."""
+        """Return the plans to show beside the best one: those that fit, then the first of each mesh that does not."""
         first_by_mesh: dict[str, JudgedPlan] = {}  # of the plans that do not fit
         for judged_plan in self.outcome.rejected:
             first_by_mesh.setdefault(str(judged_plan.plan.mesh), judged_plan)
@@ -165,18 +165,18 @@ class PlanChoice:
         return (*self.outcome.plans[1:], *rejected_rivals)[:MAX_ROWS]
 
     def _seconds_ratio(self, judged_plan: JudgedPlan) -> float:
-        """The ratio of a plan's seconds to those of the best plan."""
+        """Return the ratio of a plan's seconds to those of the best plan."""
         seconds, best_seconds = self._comparable_seconds(judged_plan)
         return seconds.total / best_seconds.total
 
     def _comparable_seconds(self, judged_plan: JudgedPlan) -> tuple[StepSeconds, StepSeconds]:
-        """The seconds of a plan and of the best plan: by the compiler's clock if both have them, otherwise modeled."""
+        """Return the seconds of a plan and of the best plan: the compiler's if both have them, otherwise modeled."""
         if judged_plan.compiler_seconds is None or self.best.compiler_seconds is None:
             return judged_plan.seconds, self.best.seconds
         return judged_plan.compiler_seconds, self.best.compiler_seconds
 
     def loss_of(self, judged: JudgedPlan) -> str:
-        """Why a plan lost against the best plan: its bytes above the limit, or the item that takes more seconds."""
+        """Return why a plan lost to the best plan: its bytes above the limit, or the item with the most extra seconds."""
         if not judged.fits:
             has_excess = self.limit is not None and judged.device_bytes > self.limit
             return f"takes {size(judged.device_bytes - (self.limit or 0))} too much" if has_excess else "does not fit"
@@ -196,7 +196,7 @@ class PlanChoice:
         return f"{excess_text} more for {slowest_item}" if is_noticeable else "about as fast"
 
     def svg(self) -> str:
-        """The compared plans by bytes and by modeled seconds, with the limit, as an SVG image."""
+        """Return an SVG image of the compared plans by bytes and by modeled seconds, with the limit."""
         judged_plans = [
             *self.outcome.plans,
             *(judged_plan for judged_plan in self.outcome.rejected if judged_plan is not self.best),
@@ -214,7 +214,7 @@ class PlanChoice:
         return plans_svg(points, self.limit)
 
     def html(self) -> str:
-        """A self-contained HTML page with the choice, the compared plans and the seconds and bytes of the best one."""
+        """Return a self-contained HTML page: the choice, the compared plans, and seconds and bytes of the best plan."""
         best = self.best
         headings_and_contents = [
             ("", f"<pre>{escape(str(self))}</pre>"),
@@ -272,22 +272,25 @@ def choose_plan(
 ) -> PlanChoice:
     """Choose the best plan for an experiment on a platform.
 
-    The plan has the least modeled seconds of a step among the plans whose step fits, by estimate or, with `verify`,
-    according to the compiler. Number formats, codecs and DiLoCo are not searched, because they change results.
+    By default, the best plan is the one with the least modeled seconds per step among the plans that fit. An estimate
+    decides whether a plan fits, or the compiler if `verify` is set. Number formats, codecs and DiLoCo are not searched,
+    because they change results.
 
     Args:
         experiment: the experiment to plan for.
         platform: platform to plan for, such as "tpu v5e:4x4"; its devices need not be present.
-        plan: plan with the fixed settings, and the settings that are not searched; the experiment's by default.
+        plan: plan that holds the fixed settings and those that are not searched; the experiment's plan by default.
         fixed: names of the settings that keep their values in `plan`: mesh, zero, sequence_parallel, microbatches,
             pipeline, memory, offload, loss_chunk, or one of the mesh axes tensor, sequence and replica.
         forbidden: names of the settings that keep their defaults.
         limit: bytes of device memory per device to plan for, or a text such as "12GiB"; by default the bytes that the
             platform's programs may use.
-        host_limit: bytes of host memory per device, or a text; by default an equal share of the host's memory.
+        host_limit: bytes of host memory per device, or a text such as "64GiB"; by default an equal share of the host's
+            memory.
         objective: "time", the fastest plan that fits; "memory", the plan that takes the least memory; "chips", the
-            fastest plan on the smallest machine that it fits, of the platform's kind and up to its size.
-        verify: number of plans that are compiled, the best first; the best of those that fit is chosen.
+            fastest plan on the smallest machine on which a plan fits. With "chips", machines of the platform's kind are
+            tried, up to the platform's size.
+        verify: number of plans to compile, the best first; the best of those that fit is chosen.
         make: function that returns the experiment, called in the process that compiles; required with `verify` if the
             experiment is not picklable.
 
@@ -333,11 +336,13 @@ def search_for(
     Args:
         experiment: the experiment to plan for.
         platform: platform to plan for.
-        plan: plan with the fixed settings; the experiment's by default.
+        plan: plan that holds the fixed settings; the experiment's plan by default.
         fixed: names of the settings that keep their values in `plan`.
         forbidden: names of the settings that keep their defaults.
-        limit: bytes of device memory per device, or a text; by default the bytes that the platform's programs may use.
-        host_limit: bytes of host memory per device, or a text; by default an equal share of the host's memory.
+        limit: bytes of device memory per device, or a text such as "12GiB"; by default the bytes that the platform's
+            programs may use.
+        host_limit: bytes of host memory per device, or a text such as "64GiB"; by default an equal share of the host's
+            memory.
         objective: "time", "memory" or "chips".
 
     Raises:
@@ -361,17 +366,17 @@ def search_for(
 
 
 def check_verify(verify: object) -> None:
-    """Raise UserError unless `verify` is a number of plans to compile."""
+    """Raise UserError unless `verify` is a whole number of at least 0."""
     if isinstance(verify, bool) or not isinstance(verify, int) or verify < 0:
         raise UserError(f"verify: got {verify!r}, expected a whole number of plans to compile, from 0 on")
 
 
 def choice_of(search: Search, compile_count: int = 0, make: Callable[[], Experiment] | None = None) -> PlanChoice:
-    """Run a search, and return its choice, without advice.
+    """Run a search, and return its choice. The choice has no advice.
 
     Args:
         search: the search, whose objective is "time" or "memory".
-        compile_count: number of plans that are compiled, the best first.
+        compile_count: number of plans to compile, the best first.
         make: function that returns the experiment, called in the process that compiles.
 
     Raises:
@@ -396,7 +401,7 @@ def choice_of(search: Search, compile_count: int = 0, make: Callable[[], Experim
 
 
 def plan_summary(plan: Plan) -> str:
-    """Return the mesh of a plan, and its settings that are not the defaults, in one line.
+    """Return one line with the mesh of a plan and the settings that differ from the defaults.
 
     Example:
         >>> plan_summary(Plan(mesh="fsdp:4", zero=3, memory="full", microbatches=2))

@@ -39,7 +39,7 @@ class PlatformComparison:
         return cls(tuple(choose(platform) for platform in platforms), prices)
 
     def positions_per_price(self, choice: PlanChoice) -> float:
-        """Return the positions (tokens or rows) that a unit of money buys on a platform; 0 if prices are unknown."""
+        """Return the positions (tokens or rows) that are trained per unit of money; 0 if prices are unknown."""
         if self.prices is None:
             return 0.0
         return choice.positions_per_second * 3600 / self.prices.of(choice.platform)
@@ -49,7 +49,7 @@ class PlatformComparison:
 
         Args:
             objective: "time", the most positions (tokens or rows) per second; "memory", the least share of the device
-                memory; "cost", the most positions for a unit of money; "chips", the fewest chips.
+                memory; "cost", the most positions per unit of money; "chips", the fewest chips.
         """
 
         def sort_key(choice: PlanChoice) -> tuple[bool, float]:
@@ -91,8 +91,8 @@ def choice_table(
         heading: heading of the first column.
         row_labels: cells of the first column.
         choices: the choices, one for each row.
-        bought_position_texts: cells of the column with the positions that a unit of money buys; by default, there is no
-            such column.
+        bought_position_texts: cells of the column that shows the tokens (or rows) trained per unit of money; by
+            default, the column is left out.
     """
     unit = "tokens" if choices[0].positions > 1 else "rows"
     headings = [

@@ -1,15 +1,15 @@
-"""Seconds of a compiled step by the compiler's own estimates, and by the links of the platform: its schedule, timed.
+"""Seconds of a compiled step: its schedule, timed by the compiler's own estimates and by the platform's links.
 
     compute       estimated cycles / clock
     kernels       roofline of the FLOP and bytes that a kernel declares, at the chip's efficiency
     memory        bytes / bandwidth of instructions without an estimate, such as gathers from tables
     transfers     collectives by `links.collective_seconds`, copies by the bandwidth of memory or of the host's link;
-                  the program waits for what has not ended when it needs the result
+                  the program waits for a transfer that has not ended when its result is needed
 
 Transfers over the same links follow one another. A loop runs as often as its trip count says, and every trip starts
-with idle links; a message between slices ends before the next instruction. Such seconds are not computed for a
-pipelined step, because its ranks run different branches. Left out: the memory bandwidth that a transfer takes from a
-product beside it, and skew between devices.
+with idle links; a message between slices ends before the next instruction. A pipelined step is not timed, because its
+ranks run different branches. Left out: the memory bandwidth that a transfer takes from a product beside it, and skew
+between devices.
 """
 
 import collections
@@ -25,13 +25,13 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
 
 COMPUTE = "products and fusions"
-"""Item of the instructions for which the compiler estimates cycles."""
+"""Name of the item for instructions whose cycles the compiler estimates."""
 
 
 def compiler_seconds(schedule: ProgramSchedule | None, plan: Plan, platform: Platform) -> StepSeconds | None:
-    """Return the seconds of a compiled step by its schedule.
+    """Time the schedule of a compiled step, and return its seconds by item.
 
-    Return `None` for a pipeline, or if the schedule, the mesh or the chip's clock is unknown.
+    Return `None` if the plan has a pipeline, or if the schedule, the mesh or the chip's clock is unknown.
 
     Args:
         schedule: schedule of the step's program.
@@ -56,7 +56,7 @@ def compiler_seconds(schedule: ProgramSchedule | None, plan: Plan, platform: Pla
 
 
 def clock_text(seconds: StepSeconds | None, plan: Plan, platform: Platform) -> str:
-    """Return the seconds of a compiled step by its compiler's estimates as text, or why there are none.
+    """Return a text with the seconds of a compiled step by its compiler's estimates, or why there are no estimates.
 
     Args:
         seconds: result of `compiler_seconds`.
@@ -82,9 +82,9 @@ class _Run:
     """Seconds of one run of a computation.
 
     Args:
-        compute_seconds: seconds by estimated cycles.
+        compute_seconds: seconds of the instructions whose cycles the compiler estimates.
         wait_seconds_by_item: seconds of everything else, by item.
-        hidden_seconds: seconds of transfers between devices, or with the host, beside other work.
+        hidden_seconds: seconds of transfers between devices or to and from the host that overlap with other work.
     """
 
     compute_seconds: float = 0.0
@@ -106,7 +106,7 @@ class _Run:
 
 @dataclasses.dataclass(frozen=True)
 class _Transfer:
-    """A transfer that has started: its item, its seconds, and the second of the run at which it ends."""
+    """A transfer that has started: its item, its duration in seconds, and its end in seconds since the run began."""
 
     item: str
     seconds: float
@@ -115,17 +115,17 @@ class _Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class _Timer:
-    """Times the computations of a schedule."""
+    """Timer of the computations of a schedule."""
 
     schedule: ProgramSchedule
     mesh: MeshSpec
     platform: Platform
 
     def run(self, name: str) -> _Run:
-        """Return the seconds of one run of a computation, with idle links at its start."""
+        """Time one run of a computation, which starts with idle links."""
         chip, run = self.platform.chip, _Run()
         assert chip.clock is not None
-        # the second of the run at which each link has sent its transfers
+        # by link, the seconds since the run began at which the link has sent its transfers
         free_seconds_by_link: dict[Hashable, float] = collections.defaultdict(float)
         transfers_by_name: dict[str, list[_Transfer]] = collections.defaultdict(list)
         for event in self.schedule.computations[name]:
@@ -150,7 +150,7 @@ class _Timer:
 
     @staticmethod
     def _wait(run: _Run, transfers: list[_Transfer]) -> None:
-        """Add to a run the seconds that it waits for transfers to end."""
+        """Add the seconds that a run waits for transfers to end."""
         for transfer in transfers:
             wait_seconds = max(0.0, transfer.end_seconds - run.total_seconds)
             run.wait_seconds_by_item[transfer.item] += wait_seconds
@@ -169,13 +169,13 @@ class _Timer:
         return collective_seconds(event.transfer, event.bytes, self._mesh_axes(event), self.mesh, self.platform)
 
     def _mesh_axes(self, event: ProgramEvent) -> tuple[str, ...]:
-        """Return the mesh axes of a collective; if its groups match no axes, all axes with several devices."""
+        """Return the mesh axes of a collective; all axes with several devices if its groups match no axes."""
         if event.axes is not None:
             return event.axes
         return tuple(axis for axis, size in self.mesh.sizes.items() if size > 1)
 
     def _links(self, event: ProgramEvent) -> Iterator[Hashable]:
-        """Yield the links that a transfer uses; a permute uses those of one direction only."""
+        """Yield the links that a transfer uses; a permute uses only the links of one direction."""
         if event.transfer in ("memory copy", "host copy"):
             yield event.transfer
             return
@@ -183,7 +183,7 @@ class _Timer:
             yield from ((axis, direction) for direction in (1, -1) if event.direction in (0, direction))
 
     def _item_name(self, event: ProgramEvent) -> str:
-        """Return the name of the item to which waiting for a transfer is added."""
+        """Return the name of the item that counts the seconds of waiting for a transfer."""
         if event.transfer == "memory copy":
             return "memory"
         if event.transfer == "host copy":

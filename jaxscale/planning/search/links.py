@@ -1,13 +1,13 @@
 """Where the axes of a mesh lie on the links of a platform, and the seconds of collectives over them.
 
-Devices are ordered row by row, the last axis of the mesh the fastest, so that each axis covers a range of strides:
+Devices are numbered row by row, and the last axis of the mesh varies fastest. So each axis covers a range of strides:
 
     TPU slice   an axis covers a part of one torus dim, a whole dim or several dims. A whole dim of the least length
                 that wraps around is a ring, over which a device sends in both directions at once; a part is a line
     GPU host    within a host, a device sends over NVLink; between hosts, each GPU has its own network card
     slices      between slices and hosts, the devices of a group on one of them share its network
-    all-gather  (n-1)/n of the result passes each device; an axis over several hosts or slices is gathered there first,
-                and the slower of the two parts counts. A reduce-scatter is the reverse; an all-reduce is both
+    all-gather  (n-1)/n of the result passes each device; an axis over several hosts or slices is gathered inside each
+                and between them, and the slower part counts. A reduce-scatter is the reverse; an all-reduce is both
     all-to-all  n/4 of the data crosses each link of a ring in each direction; a switch sends (n-1)/n
 
 References:
@@ -30,7 +30,7 @@ LATENCY_SECONDS = {"ici": 1e-6, "nvlink": 3e-6, "pcie": 5e-6, "dcn": 2e-5}
 """Assumed seconds of one step of a collective, by link; the book above measures about 1e-6 for a hop of ICI."""
 
 NETWORK_BANDWIDTH = 25e9
-"""Assumed bytes/s of a chip's network card, of 200 Gb/s, if the tables have no link between hosts."""
+"""Assumed bytes/s of a chip's network card (200 Gb/s), used if the tables list no link between hosts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Route:
     """The links over which the devices of one or several mesh axes communicate.
 
     Args:
-        local_count: number of devices of the group in each slice or host.
+        local_count: number of the group's devices in each slice or host.
         parts: number of slices or hosts that a group spans.
         local_bandwidth: bytes/s that pass a device in a ring over the links inside a slice or host.
         parts_bandwidth: bytes/s that one device sends to other slices or hosts.
-        is_switched: whether the devices inside are connected by a switch instead of a torus.
-        local_link_name: name of the links inside; "" if the devices are not connected.
-        link_bandwidth: bytes/s of one link inside, in one direction.
+        is_switched: whether a switch, not a torus, connects the devices inside a slice or host.
+        local_link_name: name of the links inside a slice or host; "" if the devices are not connected.
+        link_bandwidth: bytes/s of one link inside a slice or host, in one direction.
     """
 
     local_count: int
@@ -149,7 +149,7 @@ def route(axes: tuple[str, ...], mesh: MeshSpec, platform: Platform) -> Route:
 
 
 def _local_and_part_counts(mesh: MeshSpec, platform: Platform) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the devices along each axis inside a slice or host, and the slices or hosts that each axis spans."""
+    """Return, by axis, the number of devices inside a slice or host, and the number of slices or hosts it spans."""
     axis_sizes = mesh.sizes
     if platform.chip.kind == "tpu":
         slice_counts = slices_per_axis(tuple(axis_sizes.values()), platform.slices) or (1,) * len(axis_sizes)
@@ -165,7 +165,7 @@ def _local_and_part_counts(mesh: MeshSpec, platform: Platform) -> tuple[dict[str
 
 
 def _parallel_link_count(axes: tuple[str, ...], local_counts: dict[str, int], platform: Platform) -> int:
-    """Return the number of links over which a device of a torus sends at once along axes: 2 per ring, 1 per line."""
+    """Return how many links of a torus a device uses at once along some mesh axes: 2 for each ring, 1 for each line."""
     topology = platform.topology or (platform.chips,)
     wrap_length = WRAP_LENGTHS.get(platform.chip.name, 16)
     strides_by_dim: list[tuple[int, int]] = []  # first stride and end of each torus dim

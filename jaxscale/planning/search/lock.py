@@ -1,8 +1,8 @@
 """PlanLock: a plan with the bytes and collectives of its compiled step, to be compared with a later compilation.
 
 A lock belongs to an experiment file. A test that runs `jaxscale check plan.lock` fails when a change to the model, to
-jaxscale or to the rules makes the step need more memory or send more bytes. Another version of the compiler may do so
-as well, and then differences are only notes.
+jaxscale or to the rules makes the step need more memory or send more bytes. Another version of the compiler may have
+the same effect; differences are then reported only as notes.
 """
 
 import collections
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 LOCK_VERSION = 1
 TOLERANCE = 0.05
-"""Relative difference of bytes from which a step counts as changed."""
+"""Relative difference of bytes above which a step counts as changed."""
 SMALL_SHARE = 0.01
-"""Share of all sent bytes; collectives of one kind with a smaller share are not compared."""
+"""Share of all sent bytes below which the collectives of one kind, over the same axes, are not compared."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +34,15 @@ class PlanLock:
     """A plan of an experiment file, with the bytes that its compiled step needs and sends per device.
 
     Args:
-        file: the experiment file, relative to the folder of the lock.
-        variant: one of the file's VARIANTS.
-        overrides: new texts of the experiment's changed fields, by path.
-        platform: text of the platform that the step was compiled for.
+        file: path of the experiment file, relative to the folder of the lock.
+        variant: one of the file's VARIANTS; `None` for the experiment itself.
+        overrides: by the path of each field of the experiment that was changed, its new text.
+        platform: text form of the platform that the step was compiled for.
         plan: JSON of the plan.
         parameters: number of parameters of the model.
         device_bytes: bytes of device memory.
         host_bytes: bytes of host memory.
-        sent_bytes: bytes of collectives in a step, by kind and mesh axes, as in "all-gather over fsdp".
+        sent_bytes: bytes of collectives in a step, by their kind and mesh axes, such as "all-gather over fsdp".
         versions: versions of jax, jaxlib and the compiler, by package.
     """
 
@@ -115,9 +115,9 @@ def lock_of(
         experiment: the experiment.
         source: the `Source` of the experiment.
         plan: plan whose step was compiled.
-        platform_text: text of the platform.
+        platform_text: text form of the platform.
         report: the compiler's report.
-        folder: folder to which the lock's path of the experiment file is relative.
+        folder: folder of the lock; the path of the experiment file is stored relative to it.
 
     Raises:
         UserError: the compiler reported no bytes.
@@ -174,7 +174,7 @@ class LockCheck:
 
     @property
     def holds(self) -> bool:
-        """Whether there are no differences, or other versions of the compiler may explain them."""
+        """Whether there are no differences, or a different version of the compiler may explain them."""
         return not self.differences or not self.is_same_compiler
 
     def __str__(self) -> str:

@@ -10,11 +10,13 @@ from jaxscale.planning.search.search import LEAST_BYTES_RATIO, Search
 from jaxscale.platforms.platform import Platform
 
 MAX_GROWTH = 64
-"""Largest machine that is tried, as a multiple of the user's."""
+"""Number of chips of the largest machine that is tried, as a multiple of those of the user's machine."""
 
 
 def smallest_machine(search: Search) -> tuple[Platform, JudgedPlan] | None:
-    """Return the smallest larger machine of the same kind that an experiment fits, with its best plan, or `None`.
+    """Return the smallest sufficient machine of the same kind, with the best plan on it; `None` if there is none.
+
+    Only machines that are larger than the machine of the search are tried.
 
     Args:
         search: a search for a machine on which no plan fits.
@@ -23,11 +25,11 @@ def smallest_machine(search: Search) -> tuple[Platform, JudgedPlan] | None:
 
 
 def first_that_fits(search: Search, platforms: Iterable[Platform]) -> tuple[Platform, JudgedPlan] | None:
-    """Return the first of several machines that an experiment fits, with the best plan there; `None` if it fits none.
+    """Return the first machine on which a plan fits, and the best plan on it; `None` if there is no such machine.
 
     Args:
-        search: a search for a machine of the same kind; its limits hold for all of the machines.
-        platforms: the machines.
+        search: a search for a machine of the same kind; its limits hold for all machines.
+        platforms: the machines to try, in order.
     """
     for platform in platforms:
         platform_search = dataclasses.replace(search, platform=platform, objective="time", estimates=[])
@@ -46,7 +48,7 @@ def first_that_fits(search: Search, platforms: Iterable[Platform]) -> tuple[Plat
 
 
 def smaller_machines(platform: Platform) -> Iterator[Platform]:
-    """Yield the machines of a machine's kind up to its size, the smallest first; the machine itself is the last.
+    """Yield machines of a platform's kind up to its size, the smallest first; the platform itself comes last.
 
     Example:
         >>> [str(machine) for machine in smaller_machines(Platform.parse("tpu v5e:4x4"))]
@@ -72,7 +74,7 @@ def smaller_machines(platform: Platform) -> Iterator[Platform]:
 
 
 def larger_machines(platform: Platform) -> Iterator[Platform]:
-    """Yield larger machines of a machine's kind, each at least twice as large as the one before.
+    """Yield larger machines of a platform's kind, each at least twice as large as the one before.
 
     Example:
         >>> [str(machine) for machine in larger_machines(Platform.parse("tpu v5e:4x4"))][:2]

@@ -33,7 +33,7 @@ _STATIC_KINDS = ("kept activations", "gradients", "compute copy", "gathered weig
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What a memory rule keeps for the backward pass, and recomputes, on a device.
+    """What a memory rule keeps for the backward pass, and what it recomputes, on one device.
 
     Args:
         kept_bytes: bytes of activations kept by all blocks.
@@ -47,13 +47,13 @@ class Kept:
 
     @property
     def figures(self) -> tuple[float, float, float]:
-        """The bytes, the seconds and the share."""
+        """The kept bytes, the seconds and the share, in this order."""
         return self.kept_bytes, self.seconds, self.share
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitCosts:
-    """Costs of a step of a model that is split over tensor and sequence axes, on one device, for `rows` rows.
+    """Costs of a step on one device for `rows` rows, with a model that is split over tensor and sequence axes.
 
     Args:
         batch: rows of the global batch.
@@ -61,20 +61,21 @@ class SplitCosts:
         sizes: sizes of the model's weights and activations on the device.
         forward_seconds: seconds of the blocks' forward pass, by roofline.
         backward_seconds: seconds of the blocks' backward pass, by roofline, without recomputation.
-        head_seconds: seconds of the forward pass of everything else that has products; its backward pass takes twice
-            as long.
+        head_seconds: seconds of the matrix products outside the blocks in the forward pass, such as the head's; the
+            backward pass takes twice as long.
         block_bytes: bytes that one block keeps for its backward pass if it keeps everything.
         input_bytes: bytes of the activations that enter a block.
-        loss_bytes: bytes of the loss (logits and their gradient) at the moment that needs the most of them.
-        working_bytes: bytes of all other values that are neither kept nor gradients, at the moment with the most.
+        loss_bytes: peak of the bytes of the loss (logits and their gradient).
+        working_bytes: peak of the bytes of all other values, except kept activations, gradients, the compute copy and
+            gathered weights.
         weight_bytes: bytes of the weights between steps.
         state_bytes: bytes of the optimizer state.
         positions: number of positions of a row on the device; 1 if the model has no context.
         row_positions: number of positions of a whole row.
-        step_flop: FLOP of the model in a step, without recomputation, all devices together.
+        step_flop: FLOP of the model in a step, without recomputation, summed over all devices.
         calls: the calls of the model's blocks.
         chip: the chip, with known rates.
-        products: number of products in the forward pass of all blocks.
+        products: number of matrix products in the forward pass of all blocks.
         kept_by_rule: results of `kept` for the traced rows, computed on demand.
         stage_sizes: results of `sizes_of_stage`, computed on demand.
     """
@@ -120,7 +121,7 @@ class SplitCosts:
         return self.stage_sizes[ranks]
 
     def kept(self, memory: MemoryPlan, rows: float) -> Kept:
-        """Return what a memory rule keeps and recomputes in all blocks, for some rows of a microbatch on a device.
+        """Return what a memory rule keeps and recomputes in all blocks, for `rows` rows of a microbatch on a device.
 
         Raises:
             UserError: the rule does not suit the model, or its budget is too small.
@@ -178,7 +179,7 @@ def has_rates(platform: Platform) -> bool:
 
 
 def replaced(platform: Platform, **rates: Any) -> Platform:
-    """Return a platform whose chip has other rates."""
+    """Return the platform with these rates of its chip replaced."""
     return dataclasses.replace(platform, chip=dataclasses.replace(platform.chip, **rates))
 
 
@@ -200,7 +201,7 @@ def split_costs(experiment: Experiment, platform: Platform, plan: Plan, tensor: 
     plain_plan = without_layout(plan, mesh)
     traced_experiment = dataclasses.replace(experiment, batch=rows)
     optimizer = experiment.optimizer
-    if optimizer.messages(experiment.steps) is not None:  # replicas send momenta, and the traced mesh has none
+    if optimizer.messages(experiment.steps) is not None:  # replicas send momenta, but the traced mesh has no replicas
         name = optimizer.name.removeprefix("one_bit_").replace("adam", "adamw")
         traced_experiment = dataclasses.replace(
             traced_experiment, optimizer=dataclasses.replace(optimizer, name=name, freeze=None)
@@ -248,7 +249,7 @@ def split_costs(experiment: Experiment, platform: Platform, plan: Plan, tensor: 
 
 
 def without_layout(plan: Plan, mesh: MeshSpec | None = None) -> Plan:
-    """Return the plan with its number formats, kernels and rules alone, on a mesh, without a distribution of work.
+    """Return a plan on the given mesh that keeps only number formats, kernels and rules; no other setting is kept.
 
     Example:
         >>> str(without_layout(Plan(mesh="fsdp:4", zero=3, precision="bfloat16"), MeshSpec()).zero)

@@ -20,7 +20,7 @@ from jaxscale.planning.search.transfer import PassName, StepTraffic, Transfer
 
 
 def pipelined_weight_gathers(step: StepTraffic) -> Iterator[Transfer]:
-    """Yield the gathers of weights."""
+    """Yield the gathers of weights in a pipelined step."""
     sizes, element_bytes = step.sizes, step.element_bytes
     shared_bytes = element_bytes * sizes.other_weights
     if step.zero and step.chip_kind == "tpu":
@@ -39,7 +39,7 @@ def pipelined_weight_gathers(step: StepTraffic) -> Iterator[Transfer]:
 
 
 def pipelined_gradient_reductions(step: StepTraffic) -> Iterator[Transfer]:
-    """Yield the reductions of gradients."""
+    """Yield the gradient reductions of a pipelined step."""
     sizes, mesh, microbatch_count = step.sizes, step.mesh, step.microbatch_count
     block_bytes, shared_bytes = 4 * sizes.block_weights, 4 * sizes.other_weights
     other_axes = tuple(axis for axis in step.other_axes if axis != "sequence")
@@ -76,7 +76,7 @@ def stage_messages(step: StepTraffic) -> Iterator[Transfer]:
 
 @functools.lru_cache(maxsize=4096)
 def message_tick_counts(pipeline: PipelinePlan) -> tuple[int, int]:
-    """Return the number of exchanges to the right neighbor on the ring of ranks, and to the left neighbor, in a step.
+    """Return how many exchanges of a step go to the right neighbor on the ring of ranks, and how many to the left.
 
     Example:
         >>> message_tick_counts(PipelinePlan.parse("gpipe:2x4"))

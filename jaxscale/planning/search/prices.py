@@ -12,11 +12,11 @@ from jaxscale.values import read_json
 
 @dataclasses.dataclass(frozen=True)
 class ChipPrices:
-    """Prices of an hour of one chip, by kind and name of the chip.
+    """Hourly prices of chips.
 
     Args:
         price_by_chip: price of one chip for an hour, by kind and name such as "tpu v5e" or "gpu h100".
-        file_name: name of the file, for messages.
+        file_name: name of the file, for error messages.
     """
 
     price_by_chip: Mapping[str, float]

@@ -1,11 +1,12 @@
-"""Assumed rates of a processor core, and what its caches change: arrays that exceed them move through the memory.
+"""Assumed rates of a processor core, and the effect of its cache: arrays that exceed the cache move through the memory.
 
     bytes through the memory = sum over microbatches of 2 (kept - cache)+ + LOSS_PASSES (logits - cache)+
 
 Blocks work in the cache. Updates and sums of gradients read and write more than any cache holds, at the rate of the
 memory. No datasheet covers all processors, so only the order of plans counts. The rates are those of one core of an AMD
-EPYC (Zen 5): products of 1,024 rows and a multiplication with an addition of 1 to 4 MiB were timed, the rest was fitted
-to the steps of four models (`experiments/benchmarks/plan_order.py --fitted`) that the benchmark does not judge.
+EPYC (Zen 5). Matrix products of 1,024 rows, and a multiplication with an addition of 1 to 4 MiB, were timed. The rest
+was fitted to the steps of four models (`experiments/benchmarks/plan_order.py --fitted`) that the benchmark does not
+judge.
 
 Left out: caches that cores share, and devices of a process that compete for the memory.
 """
@@ -15,21 +16,21 @@ import dataclasses
 from jaxscale.platforms.platform import Link, Platform
 
 FLOP_RATE = 3.5e11
-"""Peak in FLOP/s of a core, of which products reach the default efficiency."""
+"""Peak FLOP/s of a core; matrix products reach the default efficiency, which is a share of the peak."""
 CACHE_BANDWIDTH, MEMORY_BANDWIDTH = 3.5e10, 1e10
 """Bytes/s at which a core reads and writes arrays in its cache, and in its memory."""
 CACHE_BYTES = 16 * 2**20
-"""Bytes of the cache that arrays between the passes of a microbatch may take."""
+"""Bytes of the cache that are available for arrays kept between the passes of a microbatch."""
 LOSS_PASSES = 5
 """Number of times that a loss reads or writes its logits and their gradients."""
 SUM_BYTES = 20
-"""Bytes per weight that a further microbatch moves: weights and gradients read, gradients and their sum written."""
+"""Bytes per weight that each further microbatch moves: it reads weights and gradients, and writes gradients and sum."""
 FORMAT_OPERATIONS = {"float32": 0, "fp8": 10, "int8": 12, "dynamic8": 20, "int4": 110}
-"""Elementwise operations per moment to convert it from a format and back; 4 bits have no vector instructions."""
+"""Elementwise operations that convert an optimizer moment from a format and back; int4 has no vector instructions."""
 
 
 def rated_processor(platform: Platform) -> Platform:
-    """Return a platform of CPU devices with the assumed rates of a core for each device, which share the memory.
+    """Return a platform whose CPU devices each have the assumed rates of one core; the devices share the memory.
 
     Example:
         >>> rated_processor(Platform.parse("cpu x 8")).chip.peak("float32")
@@ -44,7 +45,7 @@ def rated_processor(platform: Platform) -> Platform:
 
 
 def memory_seconds(kept_bytes: float, loss_bytes: float, chunk_share: float, microbatch_count: int) -> float:
-    """Return the seconds of a step in which the memory moves activations and logits that exceed the cache.
+    """Return the modeled seconds per step in which the memory moves activations and logits that exceed the cache.
 
     Args:
         kept_bytes: bytes of the activations that a microbatch keeps for its backward pass.

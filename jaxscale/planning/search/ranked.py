@@ -25,7 +25,8 @@ class RankedPlan:
     Args:
         layout: plan with the mesh, ZeRO stage, pipeline and microbatches; the variant has the other settings.
         variant: memory rule, chunk of the loss and offload.
-        kept: what the memory rule keeps and recomputes for the rows of a microbatch; approximate if it has a budget.
+        kept: what the memory rule keeps and recomputes for the rows of a microbatch; approximate if the rule has a
+            budget.
         costs: costs of the model under the layout's split.
         platform: platform with known rates.
         bytes: approximate bytes of device memory per device.
@@ -45,7 +46,7 @@ class RankedPlan:
 
     @functools.cached_property
     def computation_seconds(self) -> float:
-        """The modeled seconds of a step without communication: a lower bound that is cheap to compute."""
+        """The modeled seconds of a step without communication: a cheap lower bound on `seconds`."""
         return sum(computation(self.layout, self.variant, self.kept, self.costs, self.platform).values())
 
     @functools.cached_property
@@ -63,18 +64,18 @@ class RankedPlan:
 
     @property
     def microbatch_rows(self) -> float:
-        """The rows of one microbatch on a device."""
+        """The number of rows of one microbatch on a device."""
         assert self.layout.mesh is not None
         return self.costs.batch / self.layout.mesh.batch_shards / self.layout.microbatches
 
     @property
     def stage_count(self) -> int:
-        """The number of ranks among which a pipeline divides the blocks."""
+        """The number of ranks among which a pipeline divides the blocks; 1 without a pipeline."""
         return 1 if self.layout.pipeline is None else self.layout.pipeline.shape()[0]
 
     @property
     def family(self) -> tuple[object, ...]:
-        """The key that candidates share if their bytes in closed form are off by about the same factor."""
+        """The key of a family: candidates whose bytes in closed form are off by about the same factor."""
         mesh, pipeline = self.layout.mesh, self.layout.pipeline
         assert mesh is not None
         pipeline_key = None if pipeline is None else (pipeline.name, pipeline.ranks, pipeline.stash)
@@ -82,7 +83,7 @@ class RankedPlan:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """The key that candidates share if a rule or the model refuses them for the same reasons."""
+        """The key of a kind: candidates that a rule or the model would refuse for the same reasons."""
         mesh, pipeline = self.layout.mesh, self.layout.pipeline
         assert mesh is not None
         used_axes = tuple(axis for axis, axis_size in mesh.sizes.items() if axis_size > 1)
@@ -105,8 +106,8 @@ class JudgedPlan:
         estimate: estimate of the step's bytes.
         fits: whether the step fits device and host, according to the compiler if there is a report.
         report: the compiler's report; `None` if the step was not compiled.
-        compiler_seconds: seconds of a step by the compiler's estimates; `None` if the step was not compiled, or if its
-            compiler makes no such estimates.
+        compiler_seconds: seconds of a step, as the compiler estimates them; `None` if the step was not compiled, or if
+            the compiler makes no such estimates.
     """
 
     plan: Plan
@@ -128,7 +129,7 @@ class Outcome:
     """The plans that a search compared.
 
     Args:
-        plans: the plans that fit, the best first; if none fits, the one that needs the least memory.
+        plans: the plans that fit, the best first; if none fits, only the plan that needs the least memory.
         rejected: the estimated plans that do not fit, in the order in which they were tried.
         refusals: the reasons for which a rule or the model refuses plans.
         candidate_count: number of plans that were ranked.

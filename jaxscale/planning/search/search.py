@@ -3,10 +3,10 @@
 Closed forms (`step_seconds`, `step_bytes`) rank all layouts and variants (`space`): a layout is a plan with a mesh, a
 ZeRO stage, a pipeline and microbatches, and a variant is a memory rule, a loss chunk and an offload. In this order,
 candidates are built and estimated in full (`planning.estimate`), until enough of them fit. The estimate applies every
-rule of combination. A layout that does not fit without recomputation gets the optimal rule of the bytes that are left
-(`save:BYTES`, or `chain:BYTES`), and the estimates correct this budget. With `verify`, the best plans are compiled, and
-the first that fits is the choice; among plans that are modeled as about as fast, the one with the least
-`compiler_seconds`.
+rule of combination. A layout that does not fit without recomputation gets the optimal memory rule for the remaining
+bytes (`save:BYTES`, or `chain:BYTES`), and the estimates correct this budget. With `verify`, the best plans are
+compiled, and the first that fits is chosen. Among plans whose modeled seconds are nearly equal, the choice is the one
+with the least `compiler_seconds`.
 
 References:
     Zheng et al. 2022, "Alpa" (arXiv:2201.12023); Miao et al. 2022, "Galvatron" (arXiv:2211.13878).
@@ -42,9 +42,9 @@ from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 
 FINALISTS = 4
-"""Number of plans that fit, the fastest of different meshes, which are compared in the end."""
+"""Number of fitting plans, each the fastest on its mesh, that are compared in the end."""
 MAX_ESTIMATES = 18
-"""Maximum number of estimates of whole steps after which no further candidate is tried."""
+"""Number of estimates of whole steps after which no further candidate is tried."""
 MAX_RIVAL_ESTIMATES = 6
 """Maximum number of estimates of candidates that can only become runners-up."""
 MAX_BUDGETS = 3
@@ -52,15 +52,15 @@ MAX_BUDGETS = 3
 MAX_REFUSALS = 2
 """Number of refusals of candidates of one kind after which no more of this kind are built."""
 PLAUSIBLE_RATIO = 1.15
-"""Largest ratio of a candidate's bytes in closed form to the limit; other candidates are left out at once."""
+"""Largest plausible ratio of a candidate's bytes in closed form to the limit; candidates above it are left out."""
 LEAST_BYTES_RATIO = 0.95
-"""Least ratio of estimated bytes to bytes in closed form; assumed for a family of candidates without an estimate."""
+"""Ratio of estimated bytes to bytes in closed form that is assumed if no candidate of a family has been estimated."""
 TARGET_SHARE = 0.97
 """Share of the limit that a budget of kept activations aims at."""
 CLOSE_SHARE = 0.94
 """Share of the limit above which a budget is not enlarged."""
 NEAR_SHARE = 0.05
-"""Share by which the modeled seconds of compiled plans may differ so that the compiler's estimates decide."""
+"""If the modeled seconds of compiled plans differ by at most this share, the compiler's estimates decide."""
 COMFORTABLE_SHARE = 0.8
 """Share of the limit below which a layout that keeps everything needs no chunks and no offload."""
 
@@ -77,8 +77,8 @@ class Search:
         host_limit: bytes of host memory per device; `None` if unknown.
         objective: "time", the fastest plan that fits; "memory", the plan that takes the least memory.
         costs_by_split: costs of the model by its split (tensor, sequence); `None` for a split that the model refuses.
-            The search fills it, as well as the next three.
-        refusal_by_kind: for each kind of plan that was refused, the reason.
+            The search fills this field and the next three.
+        refusal_by_kind: by kind of plan, the reason why plans of this kind were refused.
         layout_refusals: the reasons for leaving out layouts.
         estimates: the estimates that were made.
     """
@@ -98,7 +98,7 @@ class Search:
         """Search, and return the plans that were compared.
 
         Args:
-            compile_count: number of plans that are compiled, the best first, and further ones until one fits.
+            compile_count: number of plans to compile, the best first; if none of them fits, more plans are compiled.
             make: function that returns the experiment, called in the process that compiles.
 
         Raises:
@@ -130,10 +130,10 @@ class Search:
 
     @functools.cached_property
     def candidates(self) -> tuple[list[RankedPlan], list[RankedPlan]]:
-        """All plausible candidates, and the ones that take the least memory.
+        """All plausible candidates, and those that take the least memory.
 
-        They use as many devices as the batch, the model and the choices allow. The second list has one candidate with a
-        pipeline and one without, because closed forms are less exact for pipelines.
+        Candidates use as many devices as the batch, the model and the choices allow. The second list has one candidate
+        with a pipeline and one without, because closed forms are less exact for pipelines.
         """
         for device_count in range(self.platform.devices, 0, -1):
             candidates, smallest_candidates = self._candidates_on(device_count)
@@ -147,7 +147,7 @@ class Search:
         Args:
             candidates: the candidates, in any order.
         """
-        # A candidate enters the heap by a lower bound, and is pushed again by its full figures before it is yielded.
+        # A candidate enters the heap with a lower bound. Before it is yielded, it is pushed again with its full figures.
         heap: list[tuple[tuple[float, ...], str, int]] = []
         is_by_bytes = self.objective == "memory"
         for index, candidate in enumerate(candidates):
@@ -213,8 +213,8 @@ class Search:
     def _with_budget(self, candidates: list[RankedPlan], limit: int) -> list[RankedPlan]:
         """Drop dominated candidates, and add one whose memory rule has a budget that uses up the limit.
 
-        What the budget keeps and recomputes is interpolated between two rules; the optimal rule of a budget recomputes
-        less. If the rule that keeps everything fits, its candidate is the only one.
+        What the added candidate keeps and recomputes is interpolated between two rules; the optimal rule for its budget
+        recomputes less. If the candidate that keeps everything fits, only this candidate is returned.
 
         Args:
             candidates: candidates that differ only in the memory rule.
@@ -289,12 +289,12 @@ class Search:
         return rated(self.platform)
 
     def _candidate_sort_key(self, candidate: RankedPlan) -> tuple[tuple[float, ...], str]:
-        """Return the key by which candidates are sorted; its text makes ties independent of the order of layouts."""
+        """Return the sort key of a candidate. Its text breaks ties, so that the order of layouts has no effect."""
         figures = self._sort_figures(candidate.seconds, candidate.bytes, candidate.layout, candidate.variant)
         return figures, f"{candidate.layout.mesh}{candidate.variant}"
 
     def _plan_sort_key(self, judged_plan: JudgedPlan) -> tuple[float, ...]:
-        """Return the key by which estimated plans are sorted."""
+        """Return the sort key of an estimated plan."""
         return self._sort_figures(
             judged_plan.seconds, judged_plan.device_bytes, judged_plan.plan, Variant.of(judged_plan.plan)
         )
@@ -302,7 +302,7 @@ class Search:
     def _sort_figures(
         self, seconds: StepSeconds, byte_count: float, layout: Plan, variant: Variant
     ) -> tuple[float, ...]:
-        """Return the figures by which plans are sorted; among plans about as fast, fewer techniques come first."""
+        """Return the numbers by which plans are sorted. Of about equally fast plans, the simplest comes first."""
         if self.objective == "memory":
             return byte_count, seconds.total
         return bin_of(seconds.total), technique_count(layout, variant), seconds.total, byte_count
@@ -310,15 +310,15 @@ class Search:
     def _fitting_and_rejected(self, candidates: Iterable[RankedPlan]) -> tuple[list[JudgedPlan], list[JudgedPlan]]:
         """Estimate candidates in their order; return the plans that fit, and those that do not.
 
-        After the first that fits, only candidates of other meshes are estimated, and those that would be better: the
-        seconds of a candidate with a budget are a lower bound, and its estimate may be slower than the next candidate.
+        After the first plan that fits, only candidates on other meshes and candidates that would be better are
+        estimated. A later candidate may be better, because the seconds of a candidate with a budget are a lower bound.
         """
         fitting_plans: list[JudgedPlan] = []
         rejected_plans: list[JudgedPlan] = []
         bytes_ratio_by_family: dict[object, float] = {}  # estimated bytes over bytes in closed form
         refusal_counts: dict[object, int] = {}
         meshes_that_fit: set[object] = set()
-        rival_estimate_count = 0  # of candidates that are not better than one that fits
+        rival_estimate_count = 0  # estimates of candidates that are not better than a plan that fits
         for candidate in candidates:
             is_better = not fitting_plans or self._candidate_sort_key(candidate)[0] < min(
                 map(self._plan_sort_key, fitting_plans)
@@ -384,7 +384,7 @@ class Search:
         return best_plan
 
     def _corrected_memory(self, candidate: RankedPlan, memory: MemoryPlan, device_bytes: int) -> MemoryPlan | None:
-        """Return a memory rule with a better budget than that of an estimated plan; `None` if there is none.
+        """Return a memory rule with a better budget than that of the estimated plan; `None` if there is none.
 
         A plan that keeps everything and does not fit gets a budget.
         """
@@ -410,9 +410,10 @@ class Search:
     def _verified_plans(
         self, fitting_plans: list[JudgedPlan], compile_count: int, make: Callable[[], Experiment] | None
     ) -> list[JudgedPlan]:
-        """Compile the first plans, and further ones until one fits; return all plans, the compiled ones first.
+        """Compile the first plans, and more until one fits; return all plans, the compiled ones first.
 
-        Among those that fit and are modeled as nearly as fast as the fastest, the compiler's estimates decide.
+        Plans that fit and are modeled to be nearly as fast as the fastest come first, sorted by the compiler's
+        estimates of seconds.
         """
         compiled_plans: list[JudgedPlan] = []
         for judged_plan in fitting_plans:

@@ -2,8 +2,8 @@
 
 A layout is a mesh, a ZeRO stage, a pipeline and a number of microbatches. A variant is a memory rule, a chunk of the
 loss and a place for weights and optimizer state. Settings that change what is computed (number formats, codecs,
-DiLoCo) are those of the user's plan. A setting that the user fixes has one value; one that is forbidden has none but
-its default.
+DiLoCo) are those of the user's plan. A fixed setting keeps its value in the user's plan; a forbidden setting keeps its
+default.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ MAX_RANKS = 16
 MAX_MICROBATCHES = 64
 """Maximum size of the sequence axis, number of ranks of a pipeline and number of microbatches that are tried."""
 LONG_CONTEXT = 16384
-"""Positions of a row from which a sequence axis is tried although there are enough rows for all devices."""
+"""Least number of positions in a row for which a sequence axis is tried even if all devices have enough rows."""
 LOSS_CHUNK = 256
 """Number of positions of a row whose loss a chunked loss computes at a time."""
 OFFLOAD_PLANS = (
@@ -58,7 +58,7 @@ class Choices:
     """Settings that the user has fixed or forbidden.
 
     Args:
-        base: plan that holds the fixed settings, and the settings that the search leaves alone.
+        base: plan that holds the fixed settings, and the settings that are not searched.
         fixed: names of the settings that keep their values in `base`.
         forbidden: names of the settings that keep their defaults.
 
@@ -97,7 +97,7 @@ class Variant:
     Args:
         memory: memory rule.
         loss_chunk: number of positions of a row whose loss is computed at a time; `None` for all.
-        offload: tensors in host memory.
+        offload: which tensors are in host memory.
     """
 
     memory: MemoryPlan
@@ -116,7 +116,7 @@ class Variant:
 
 
 def technique_count(layout: Plan, variant: Variant) -> int:
-    """Return the number of techniques that a plan uses, to prefer the simpler one of two plans that are as fast.
+    """Return the number of techniques that a plan uses. Of two equally fast plans, the search prefers the simpler one.
 
     Example:
         >>> technique_count(Plan(mesh="data:2,fsdp:4", zero=3), Variant(MemoryPlan("full")))
@@ -129,7 +129,7 @@ def technique_count(layout: Plan, variant: Variant) -> int:
 
 
 def divisors(number: int, max_divisor: int | None = None) -> list[int]:
-    """Return the divisors of a number, in rising order, up to `max_divisor`.
+    """Return the divisors of a number up to `max_divisor`, in ascending order.
 
     Example:
         >>> divisors(12), divisors(12, 4)
@@ -149,8 +149,8 @@ def layouts(
 ) -> Iterator[Plan]:
     """Yield the layouts over a number of devices, in a fixed order.
 
-    Rules of combination that need the model or the experiment are checked later, when a step is built. Layouts that
-    the plan alone refuses are left out.
+    Layouts that `Plan` itself refuses are left out. Rules of combination that need the model or the experiment are
+    checked later, when a step is built.
 
     Args:
         experiment: the experiment to plan for.
@@ -215,12 +215,12 @@ def meshes(experiment: Experiment, platform: Platform, device_count: int, choice
 
 
 def _is_worth_splitting(context: int | None, experiment: Experiment, device_count_without_split: int) -> bool:
-    """Return whether to try a sequence axis: rows are long, or at most one for each device without the axis."""
+    """Return whether to try a sequence axis: rows are long, or there is at most one row for each group of devices."""
     return context is not None and (context >= LONG_CONTEXT or experiment.batch <= device_count_without_split)
 
 
 def variants(experiment: Experiment, platform: Platform, choices: Choices) -> list[Variant]:
-    """Return the variants of every layout.
+    """Return the variants to try for each layout.
 
     Args:
         experiment: the experiment to plan for.
@@ -248,7 +248,7 @@ def variants(experiment: Experiment, platform: Platform, choices: Choices) -> li
 
 
 def exchanges_updates(experiment: Experiment, plan: Plan) -> bool:
-    """Return whether replicas exchange something other than plain gradients; then there must be at least two."""
+    """Return whether replicas exchange something other than plain gradients, which requires at least two replicas."""
     sends_momenta = experiment.optimizer.messages(experiment.steps) is not None
     return sends_momenta or plan.diloco is not None or (plan.reduce is not None and not isinstance(plan.reduce, str))
 
@@ -285,7 +285,7 @@ def _layouts_of(mesh: MeshSpec, experiment: Experiment, choices: Choices, refusa
     zero_stages = [1, 2, 3] if mesh.fsdp > 1 else [0]
     if not choices.is_open("zero"):
         fixed_stage = base.zero if "zero" in choices.fixed else 0
-        # Without ZeRO, the mesh with these devices along data has the same layout.
+        # Without ZeRO, a mesh with these devices along the data axis gives the same layout.
         has_equivalent_mesh = mesh.fsdp > 1 and fixed_stage == 0 and "mesh" not in choices.fixed
         zero_stages = [] if (fixed_stage and mesh.fsdp == 1) or has_equivalent_mesh else [fixed_stage]
     microbatch_counts = divisors(row_count, MAX_MICROBATCHES)
@@ -316,7 +316,7 @@ def _layouts_of(mesh: MeshSpec, experiment: Experiment, choices: Choices, refusa
 def _pipelines_and_microbatch_counts(
     mesh: MeshSpec, microbatch_counts: list[int], choices: Choices
 ) -> Iterator[tuple[PipelinePlan | None, int]]:
-    """Yield the pipelines to try on a mesh, each with its number of microbatches; `None` for no pipeline."""
+    """Yield the pipelines to try on a mesh, each with its number of microbatches; `None` means no pipeline."""
     if "pipeline" in choices.fixed and choices.base.pipeline is not None:
         microbatch_count = choices.base.pipeline.shape()[1]
         if microbatch_count in microbatch_counts:

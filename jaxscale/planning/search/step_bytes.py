@@ -1,4 +1,4 @@
-"""Bytes of a train step on a device in closed form: a first judgment of many plans, before a few are estimated.
+"""Bytes of a train step on a device in closed form, to rank many plans before a few are estimated.
 
     weights + optimizer state + compute copy + gradients + kept activations + the larger of loss and working set
 

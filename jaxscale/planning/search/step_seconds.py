@@ -4,13 +4,13 @@
     hidden   = min(compute of the pass, communication in that pass beside which products run)
     step     = compute + communication - 0.9 hidden + bubble + launches + copies to and from hosts + update
 
-Gathers of weights and reductions of gradients overlap with the products of the pass in which they occur, but for
-reductions between slices or hosts: in published runs, these add their whole time to a step. Messages of activations
-(tensor, sequence and pipe axes) do not overlap, because the next product waits for them, unless libtpu divides the
-product and sends around a ring beside it, as it does along a tensor axis of 8 or more devices. In compiled programs, it
-does so for half of the bytes of these messages; by published runs, nearly all are hidden. The bubble is that of the
-schedule's simulation with equal stages. An update moves state, weights and gradients once through the memory, or takes
-as long as its elementwise operations; several microbatches add up their gradients there.
+Gathers of weights and reductions of gradients overlap with the matrix products of the pass in which they occur.
+Reductions between slices or hosts are an exception: in published runs, they add their whole time to a step. Messages of
+activations (tensor, sequence and pipe axes) do not overlap, because the next product waits for them. Along a tensor
+axis of 8 or more devices, however, libtpu divides the product and overlaps it with messages around a ring. In compiled
+programs, it does so for half of the bytes of these messages; by published runs, nearly all are hidden. The bubble is
+that of the schedule's simulation with equal stages. An update moves state, weights and gradients once through the
+memory, or takes as long as its elementwise operations; several microbatches add up their gradients there.
 
 Left out: operations that XLA cannot fuse outside of blocks, skew between devices, and the host's input.
 """
@@ -37,17 +37,17 @@ from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.values.units import duration
 
 LAUNCH_SECONDS = 3e-6
-"""Assumed seconds that a device spends between a product and the next, which many small microbatches add up."""
+"""Assumed seconds between one matrix product of a device and the next; with many small microbatches, they add up."""
 INTERFERENCE = 0.1
-"""Assumed share of the seconds of hidden communication by which it slows the products beside it."""
+"""Seconds by which hidden communication slows the products beside it, as an assumed share of its own seconds."""
 HOST_BANDWIDTH = 200e9
 """Assumed bytes/s between a host's processors and its memory, which the devices of the host share in an update."""
 VECTOR_SHARE = 1 / 32
-"""Assumed share of the peak of products that elementwise operations in float32 reach."""
+"""Assumed rate of elementwise operations in float32, as a share of the peak of matrix products."""
 UPDATE_OPERATIONS = 20
-"""Assumed elementwise operations per weight of an update by AdamW, with moments in float32."""
+"""Assumed elementwise operations per weight in an AdamW update with float32 moments."""
 FORMAT_OPERATIONS = {"float32": 0, "fp8": 10, "int8": 12, "dynamic8": 20, "int4": 40}
-"""Assumed elementwise operations per moment to convert it from a format and back."""
+"""Assumed elementwise operations that convert an optimizer moment from a format and back."""
 NOTICEABLE = 0.005
 """Share of a step's seconds below which texts leave an item out."""
 RING = 8
@@ -59,7 +59,7 @@ class StepSeconds:
     """Modeled seconds of one train step, by item.
 
     Args:
-        items: seconds by item; the items of communication are those seconds that no computation hides.
+        items: seconds by item; items of communication count only the seconds that no computation hides.
         hidden: seconds of communication that computation hides.
 
     Example:
@@ -139,7 +139,7 @@ def modeled_seconds(experiment: Experiment, platform: Platform, plan: Plan) -> S
 
 
 def computation(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, platform: Platform) -> dict[str, float]:
-    """Return the modeled seconds of a step by item, without communication: a lower bound on those of the step.
+    """Return the modeled seconds of a step by item, without communication. Their sum is a lower bound.
 
     Args:
         layout: plan with a mesh over which the batch can be split evenly.
@@ -176,7 +176,7 @@ def computation(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, p
 def _processor_memory_seconds(
     layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, platform: Platform
 ) -> float:
-    """Return the seconds of a step in which a processor's memory moves what its cache cannot hold; else 0."""
+    """Return the seconds of a step in which a CPU's memory moves data that its cache cannot hold; 0 on other chips."""
     if platform.chip.kind != "cpu":
         return 0.0
     mesh = layout.mesh
@@ -187,7 +187,7 @@ def _processor_memory_seconds(
 
 
 def head_passes(variant: Variant) -> int:
-    """Return the head's seconds over those of its forward pass: 3, or 4 if a chunked loss repeats its products."""
+    """Return the head's seconds divided by those of its forward pass: 3, or 4 if a chunked loss reruns that pass."""
     return 3 if variant.loss_chunk is None else 4
 
 
@@ -203,7 +203,7 @@ def bubble_of(pipeline: PipelinePlan) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _bubble(pipeline: PipelinePlan) -> float:
-    """Return the idle share of the ranks of a pipeline with equal stages; a backward pass takes two forward passes."""
+    """Return the ranks' idle share with equal stages; a backward pass takes as long as two forward passes."""
     schedule = schedule_to_draw(pipeline)
     stage_count = schedule.stages
     rerun_seconds = float(pipeline.stash == "input")
@@ -217,7 +217,7 @@ def _communication(
     mesh: MeshSpec,
     platform: Platform,
 ) -> tuple[dict[str, float], float]:
-    """Return the seconds of communication that nothing hides, by purpose and axes, and the hidden seconds."""
+    """Return the exposed seconds of communication, by purpose and axes, and the total of the hidden seconds."""
     exposed_seconds_by_item: dict[str, float] = {}
     overlapping_seconds_by_pass: dict[str, dict[str, float]] = {}  # seconds by pass and item
     for transfer in step_transfers:
@@ -257,7 +257,7 @@ def _overlaps(transfer: Transfer, mesh: MeshSpec, platform: Platform) -> bool:
 
 
 def _update(layout: Plan, offload: OffloadPlan, costs: SplitCosts, platform: Platform) -> tuple[float, float]:
-    """Return the seconds of an update, and those of the copies of weights and state between device and host."""
+    """Return the seconds of an update, and the seconds of copying weights and state between device and host."""
     assert layout.mesh is not None
     shard_count = (layout.mesh.fsdp if layout.zero else 1) * layout.mesh.pipe
     weight_count, state_bytes = costs.weights / shard_count, costs.state_bytes / shard_count

@@ -1,10 +1,10 @@
 """The collectives of a train step in closed form, from its plan and the sizes of its model.
 
-    data, replica    gradients are all-reduced in each microbatch, over both axes and the sequence axis in one
-    ZeRO 1           as well; then new weights are gathered, in the type in which the passes compute
+    data, replica    gradients are all-reduced in each microbatch, over both axes and the sequence axis at once
+    ZeRO 1           the same; then new weights are gathered, in the type in which the passes compute
     ZeRO 2           gradients are reduced and scattered in each microbatch; new weights are gathered
     ZeRO 3           weights of blocks are gathered for the forward and again for the backward pass of each microbatch,
-                     all others once a microbatch; gradients are reduced and scattered
+                     other weights once a microbatch; gradients are reduced and scattered
     tensor           two all-reduces of a block's activations in each pass, or as many gathers and scatters with
                      sequence parallelism; the embedding and the head have one each
     sequence         keys and values are gathered, and their gradients scattered
@@ -13,16 +13,16 @@
                      the gradients of these rows, instead of the table; a tied head reduces its gradients separately
 
 Collectives of blocks run once for each block. Those of a block's forward pass run again if it is recomputed, except
-the last reduction, whose result nothing reads. These are the collectives of compiled steps, which the three compilers
-insert in different ways (`wire_plans.py` of the benchmarks compares them):
+the last reduction, whose result nothing reads. The three compilers insert collectives in different ways, and the
+closed forms follow their compiled steps (`wire_plans.py` of the benchmarks compares both):
 
     XLA:GPU    sums gradients of tables in float32; gathers keys and normed activations in float32, before it converts
                them, if the backward pass reads them; reduces gradients of other weights once a step under ZeRO 0
-    XLA:TPU    reduces the gradient of a whole table over all axes under ZeRO 2 and 3, if there are other axes than fsdp
+    XLA:TPU    reduces the gradient of a whole table over all axes under ZeRO 2 and 3, if axes besides fsdp are used
     XLA:CPU    gathers other weights once a step
 
 Left out: the loss over a split vocabulary, norms and other small sums, the expert axis, and other choices of a
-compiler, such as gathers that it replaces by permutes beside products.
+compiler, such as gathers that it replaces by permutes that overlap with products.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ from jaxscale.trees import named_leaves
 __all__ = ["Sizes", "Transfer", "sizes_of", "transfers"]
 
 ASSUMED_CODEC_RATIO = 4
-"""Assumed factor by which a codec makes gradients smaller if the shapes of the weights are not known."""
+"""Assumed compression ratio of a codec, used if the shapes of the weights are unknown."""
 
 
 def transfers(
@@ -61,7 +61,7 @@ def transfers(
     Args:
         plan: plan with a mesh.
         sizes: sizes of the model on a device.
-        rows: rows of one microbatch on a device.
+        rows: number of rows of one microbatch on a device.
         recomputed: share of a block's forward pass that runs again in the backward pass.
         chip: kind of the chips, whose compiler inserts the collectives.
 
@@ -96,7 +96,7 @@ def transfers(
 
 
 def _weight_gathers(step: StepTraffic) -> Iterator[Transfer]:
-    """Yield the gathers of weights, without a pipeline."""
+    """Yield the gathers of weights for a step that has no pipeline."""
     sizes, element_bytes = step.sizes, step.element_bytes
     if step.zero == 3:
         gather_count = 1 if step.chip_kind == "cpu" else step.microbatch_count
@@ -120,7 +120,7 @@ def _weight_gathers(step: StepTraffic) -> Iterator[Transfer]:
 
 
 def _lookup_exchanges(step: StepTraffic) -> Iterator[Transfer]:
-    """Yield the exchanges of rows read from sharded tables, and of their gradients, without a pipeline."""
+    """Yield the exchanges of sharded tables' rows, and of the rows' gradients, for a step that has no pipeline."""
     if not step.has_sparse_lookups or step.zero == 1:
         return
     lookup_elements, microbatch_count = step.lookup_elements, step.microbatch_count
@@ -141,7 +141,7 @@ def _lookup_exchanges(step: StepTraffic) -> Iterator[Transfer]:
 
 
 def _gradient_reductions(step: StepTraffic) -> Iterator[Transfer]:
-    """Yield the reductions of gradients over the axes of the batch and of sequences, without a pipeline."""
+    """Yield the gradient reductions over the batch and sequence axes for a step that has no pipeline."""
     sizes, layer_bytes = step.sizes, step.gradient_element_bytes * step.layer_elements
     if step.zero >= 2:
         yield Transfer("reduce-scatter", ("fsdp",), layer_bytes, step.run_count, "gradients", "backward")
@@ -154,10 +154,10 @@ def _gradient_reductions(step: StepTraffic) -> Iterator[Transfer]:
 
 
 def _other_gradient_reductions(step: StepTraffic, element_count: float) -> Iterator[Transfer]:
-    """Yield the reductions of gradients of weights outside of blocks, except tables."""
+    """Yield the gradient reductions for the weights outside blocks, except tables."""
     microbatch_count = step.microbatch_count
     nbytes, other_axes = step.gradient_element_bytes * element_count, step.other_axes
-    # GPU and TPU compilers move an all-reduce of a sum over microbatches behind the loop; on TPU, it is in float32
+    # GPU and TPU compilers move the all-reduce of a sum over microbatches behind the loop; on TPU, it is in float32
     late_count = microbatch_count if step.chip_kind == "cpu" else 1
     late_bytes = 4 * element_count if step.chip_kind == "tpu" and microbatch_count > 1 else nbytes
     if step.zero >= 2:
@@ -173,7 +173,7 @@ def _other_gradient_reductions(step: StepTraffic, element_count: float) -> Itera
 
 
 def _table_gradient_reductions(step: StepTraffic) -> Iterator[Transfer]:
-    """Yield the reductions of gradients of tables."""
+    """Yield the gradient reductions for tables, which are weights that are read by index."""
     table_elements, microbatch_count = step.sizes.table_elements, step.microbatch_count
     other_axes, tensor_size = step.other_axes, step.mesh.tensor
     late_count = microbatch_count if step.chip_kind == "cpu" else 1
@@ -222,7 +222,7 @@ def _table_gradient_reductions(step: StepTraffic) -> Iterator[Transfer]:
 
 
 def _replica_exchanges(step: StepTraffic) -> Iterator[Transfer]:
-    """Yield the exchange between replicas by a codec or by DiLoCo, as the all-reduce that sends as many bytes."""
+    """Yield the exchange between replicas by a codec or by DiLoCo, as an all-reduce that sends the same bytes."""
     if not step.has_replica_exchange:
         return
     plan, mesh, sizes = step.plan, step.mesh, step.sizes
@@ -238,7 +238,7 @@ def _replica_exchanges(step: StepTraffic) -> Iterator[Transfer]:
 
 @functools.lru_cache(maxsize=256)
 def _coded_share(codec: Codec, shapes_and_stacked_flags: WeightShapes, replica_count: int, shard_count: int) -> float:
-    """Return the ratio of the bytes that a codec sends for sharded weights to those of float32."""
+    """Return the bytes that a codec sends for sharded weights, divided by those of a reduction in float32."""
     if replica_count == 1 or not shapes_and_stacked_flags:
         return 1 / ASSUMED_CODEC_RATIO
     sent_bytes = exact_bytes = 0
@@ -289,7 +289,7 @@ def _activation_collectives(step: StepTraffic) -> Iterator[Transfer]:
 def _sequence_collectives(step: StepTraffic) -> Iterator[Transfer]:
     """Yield the collectives of keys and values over the sequence axis."""
     nbytes = step.element_bytes * step.rows * step.sizes.kv_elements * step.mesh.sequence
-    read_bytes = (1.5 if step.has_wide_gathers else 1) * nbytes  # keys, but not values
+    read_bytes = (1.5 if step.has_wide_gathers else 1) * nbytes  # keys are gathered in float32, but values are not
     rerun_share = min(1.0, step.recomputed_share)
     axes = ("sequence",)
     yield Transfer("all-gather", axes, read_bytes, step.run_count * (1 - rerun_share), "sequence", "forward")
@@ -299,12 +299,12 @@ def _sequence_collectives(step: StepTraffic) -> Iterator[Transfer]:
 
 
 def sizes_of(step: TrainStep, calls: tuple[BlockCall, ...]) -> Sizes:
-    """Return the sizes of a model under a step's split over tensor and sequence axes, per device.
+    """Return the sizes of a model per device, split over the tensor and sequence axes of a step.
 
     Weights outside of blocks are tables if their names contain "embed" or "position".
 
     Args:
-        step: a step on a mesh of tensor and sequence axes alone; its devices need not be present.
+        step: a step on a mesh with only tensor and sequence axes; its devices need not be present.
         calls: calls of the model's blocks (`traced_blocks`).
     """
     tensor_size = step.mesh.shape["tensor"]
@@ -350,6 +350,6 @@ def sizes_of(step: TrainStep, calls: tuple[BlockCall, ...]) -> Sizes:
 
 
 def _block_elements(call: BlockCall, tensor_size: int) -> int:
-    """Return the elements of the weights of all runs of a block, per device."""
+    """Return the number of weight elements per device, summed over all runs of a block."""
     leaves = jax.tree.leaves(call.args[0]) if call.args else []
     return sum(math.prod(leaf.shape) for leaf in leaves if leaf.shape) * call.count // tensor_size

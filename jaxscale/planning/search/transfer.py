@@ -1,4 +1,4 @@
-"""Sizes of a model that determine its collectives (`Sizes`), and collectives of one kind in a step (`Transfer`)."""
+"""Sizes of a model that determine its collectives (`Sizes`), and a group of equal collectives (`Transfer`)."""
 
 import dataclasses
 from typing import Literal
@@ -19,12 +19,12 @@ class Sizes:
     """Sizes of a model on a device, split over tensor and sequence axes but not over ZeRO's axis fsdp.
 
     Args:
-        block_weights: elements of the weights of all blocks.
-        other_weights: elements of all other weights, such as embedding and head.
+        block_weights: number of elements of all blocks' weights.
+        other_weights: number of elements of all other weights, such as embedding and head.
         layers: number of blocks.
-        activation_elements: elements of the input of a block, for one row; not divided over the tensor axis.
-        kv_elements: elements of the keys and values of a block, for one row.
-        table_elements: elements of those other weights that are read by index, such as an embedding.
+        activation_elements: number of elements of a block's input for one row, not divided over the tensor axis.
+        kv_elements: number of elements of a block's keys and values for one row.
+        table_elements: number of elements of the other weights that are read by index, such as an embedding.
         has_split_ends: whether the tensor axis splits the embedding and the head.
         is_tied: whether the head is the transposed embedding.
         shapes_and_stacked_flags: the shape of each weight, and whether its first dim is a stack of layers.
@@ -43,15 +43,15 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """Collectives of one kind in a train step.
+    """A group of equal collectives in a train step.
 
     Args:
-        kind: kind of the collective.
+        kind: kind of the collectives.
         axes: mesh axes along which devices communicate.
         nbytes: bytes of the whole array, per device, as in `compiler.collectives.Collective`.
         count: number of executions in a step.
         purpose: what is sent.
-        passes: pass in which it is sent; "update" also stands for weights that are gathered before both passes.
+        passes: pass in which the data is sent; "update" also stands for weights that are gathered before both passes.
     """
 
     kind: CollectiveKind
@@ -64,7 +64,7 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class StepTraffic:
-    """The arguments of `transfers`, and what several of its helpers derive from them."""
+    """The arguments of `transfers`, and properties that several of its helpers derive from them."""
 
     plan: Plan
     sizes: Sizes
@@ -80,7 +80,7 @@ class StepTraffic:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element in the passes."""
+        """Bytes of an element in the type in which the passes compute."""
         return 2 if self.plan.precision == "bfloat16" else 4
 
     @property
@@ -90,7 +90,7 @@ class StepTraffic:
 
     @property
     def has_replica_exchange(self) -> bool:
-        """Whether replicas exchange gradients or weights apart from other axes: by a codec, or by DiLoCo."""
+        """Whether a codec or DiLoCo exchanges gradients or weights between replicas, separately from other axes."""
         return self.plan.diloco is not None or not (self.plan.reduce is None or isinstance(self.plan.reduce, str))
 
     @property
@@ -100,7 +100,7 @@ class StepTraffic:
 
     @property
     def other_axes(self) -> tuple[str, ...]:
-        """Axes of several devices, apart from fsdp, over which gradients are summed."""
+        """Axes other than fsdp, of several devices each, over which gradients are summed."""
         axes = ("data", "sequence") if self.has_replica_exchange else ("replica", "data", "sequence")
         return tuple(axis for axis in axes if self.mesh.sizes[axis] > 1)
 
@@ -111,7 +111,7 @@ class StepTraffic:
 
     @property
     def has_wide_gathers(self) -> bool:
-        """Whether float32 activations that the backward pass reads are gathered before they are converted."""
+        """Whether activations that the backward pass reads are gathered in float32, before they are converted."""
         return self.chip_kind == "gpu" and self.element_bytes == 2 and self.plan.pipeline is None
 
     @property
@@ -121,21 +121,21 @@ class StepTraffic:
 
     @property
     def lookup_elements(self) -> float:
-        """Elements that one microbatch reads from tables, on all devices along the fsdp axis together."""
+        """Number of elements that one microbatch reads from tables, summed over the devices along the fsdp axis."""
         return self.rows * self.sizes.activation_elements * self.mesh.fsdp
 
     @property
     def has_sparse_lookups(self) -> bool:
-        """Whether devices exchange the rows that they read from sharded tables, because these are fewer than all."""
+        """Whether devices exchange only the rows that they read from sharded tables, because the tables are larger."""
         table_elements = self.sizes.table_elements * (self.mesh.tensor if self.has_whole_tables else 1)
         return self.zero > 0 and self.plan.pipeline is None and table_elements > self.lookup_elements
 
     @property
     def layer_elements(self) -> float:
-        """Elements of the weights of one block."""
+        """Number of elements of one block's weights."""
         return self.sizes.block_weights / max(1, self.sizes.layers)
 
     @property
     def run_count(self) -> int:
-        """Number of block runs in the forward passes of a step, over all blocks of the device."""
+        """Number of times that a device runs a block in the forward passes of a step."""
         return self.microbatch_count * self.sizes.layers
