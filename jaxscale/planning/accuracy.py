@@ -20,7 +20,7 @@ MARGIN = 0.15
 """Least difference between estimate and memory limit that decides whether a step fits, as a share of the limit."""
 
 NEARER_MARGIN = 0.12
-"""Margin, instead of `MARGIN`, if the piece of the step that needs the most memory was compiled."""
+"""Margin that replaces `MARGIN` if the piece of the step that needs the most memory was compiled."""
 
 UNKNOWN_MARGIN = 0.3
 """Margin of a step for which no errors are recorded: a partly trained step, or a pipelined step on a platform with

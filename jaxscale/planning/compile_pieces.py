@@ -72,7 +72,7 @@ def pieces_of(program: FlatProgram, path: tuple[int, ...] = ()) -> tuple[Piece, 
     pieces: list[Piece] = []
 
     def append_piece(name: str, start: int, stop: int) -> None:
-        """Append the piece of operations `start` to `stop` - 1; number its name if an earlier piece has the same."""
+        """Append the piece of operations `start` to `stop` - 1; number its name if earlier pieces share it."""
         earlier_count = sum(piece.name.startswith(name) for piece in pieces)
         pieces.append(Piece(f"{name} {earlier_count + 1}" if earlier_count else name, path, start, stop))
 
@@ -160,7 +160,7 @@ def lowered_piece(
         return [array_by_value[value] for value in output_values]
 
     def sharding_or_format(value: int) -> Any:
-        """Return the sharding of a step's argument; for any other value, a format that lets the compiler choose."""
+        """Return the sharding of a step's argument; for other values, a format whose layout the compiler chooses."""
         sharding = _sharding(step.mesh, program.avals[value], arrays.placements.by_value[value])
         return sharding if value in program.inputs and not piece.path else Format(Layout.AUTO, sharding)
 

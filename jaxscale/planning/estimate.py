@@ -76,12 +76,12 @@ class Estimate:
 
     @property
     def device_bytes(self) -> int:
-        """The bytes of device memory per device, all kinds together."""
+        """The bytes of device memory per device, summed over all kinds."""
         return sum(self.device_bytes_by_kind.values())
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of host memory per device, all kinds together."""
+        """The bytes of host memory per device, summed over all kinds."""
         return sum(self.host_bytes_by_kind.values())
 
     @property
@@ -129,7 +129,7 @@ def estimate(
     Args:
         experiment: the experiment to plan for.
         platform: platform to run on, such as "tpu v5e:4x4"; its devices need not be present.
-        plan: the plan; the experiment's by default.
+        plan: plan of the step; the experiment's plan by default.
         compile_block: whether to compile the piece of the step that needs the most memory (the passes of one block, or
             the loss) for the platform, and to use the bytes of temporaries that the compiler reports.
         make: function that returns the experiment, called in the process that compiles; required if the experiment

@@ -122,7 +122,7 @@ def explain(
     Args:
         experiment: the experiment to plan for.
         platform: platform to run on, such as "tpu v5e:4x4"; its devices need not be present.
-        plan: the plan; the experiment's by default.
+        plan: plan of the step; the experiment's plan by default.
         limit: bytes of device memory per device to plan for, or a text such as "12GiB"; by default the bytes that the
             platform's programs may use.
         verify: whether to compile the step for the platform, and to explain the compiler's bytes instead of the

@@ -277,7 +277,7 @@ def fit(
     Args:
         experiment: the experiment to plan for.
         platform: platform to run on, such as "tpu v5e:4x4"; its devices need not be present.
-        plan: the plan; the experiment's by default.
+        plan: plan of the step; the experiment's plan by default.
         limit: bytes of device memory per device to plan for, or a text such as "12GiB"; by default the bytes that the
             platform's programs may use.
         host_limit: bytes of host memory per device, or a text such as "64GiB"; by default an equal share of the host's
@@ -426,7 +426,7 @@ def _candidate_changes(experiment: Experiment, step_estimate: Estimate) -> list[
 def _next_microbatch_count(experiment: Experiment, plan: Plan, microbatch_count: int) -> int | None:
     """Return the next possible number of microbatches, at least twice `microbatch_count`; `None` if there is none."""
     assert plan.mesh is not None
-    row_count = experiment.batch // plan.mesh.batch_shards  # of a shard
+    row_count = experiment.batch // plan.mesh.batch_shards  # rows of one batch shard
     return next((count for count in range(microbatch_count * 2, row_count + 1) if row_count % count == 0), None)
 
 

@@ -238,7 +238,7 @@ class _Candidates:
             return None
 
     def needed_bytes(self, candidate: Candidate) -> int:
-        """Return the bytes of device memory per device that a candidate needs, by `measure` or else by estimate."""
+        """Return a candidate's bytes of device memory per device: compiled if there is `measure`, or estimated."""
         if self.measure is None:
             return candidate.device_bytes
         if candidate not in self.measured_bytes_by_candidate:
@@ -331,10 +331,7 @@ def _largest_estimated_candidate(
 
 
 def _granularity(budget: int) -> int:
-    """Return the number of bytes, a power of two, to whose multiples budgets near `budget` are rounded.
-
-    Rounded budgets have short texts.
-    """
+    """Return a power of two, in bytes; budgets near `budget` are rounded to its multiples, to keep texts short."""
     return 2 ** max(budget.bit_length() - 8, 0)
 
 

@@ -2,8 +2,8 @@
 
 `pipeline/choose/auto.py` tries every named synchronous schedule with the prices of the model's blocks
 (`stage_prices.py`), for every number of microbatches that divides the batch. This module supplies the prices, and the
-memory that is left beside weights and optimizer state. On a CPU, whose rates are unknown, blocks have the prices of a
-TPU v5e; only the ratios of the prices matter.
+memory that weights and optimizer state leave free. On a CPU, whose rates are unknown, blocks have the prices of a TPU
+v5e; only the ratios of the prices matter.
 """
 
 import dataclasses

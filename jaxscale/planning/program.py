@@ -33,7 +33,7 @@ def described_step(
     Args:
         experiment: the experiment to plan for.
         platform: platform to describe; its devices need not be present.
-        plan: the plan; the experiment's by default.
+        plan: plan of the step; the experiment's plan by default.
         device_count: number of devices to run on; by default all devices of the platform.
 
     Raises:
@@ -140,7 +140,7 @@ def lowered_step(devices: Sequence[Any], make: Callable[[], Experiment], plan: P
     Args:
         devices: devices of the platform.
         make: function that returns the experiment; it must be picklable.
-        plan: the plan; the experiment's by default.
+        plan: plan of the step; the experiment's plan by default.
 
     Returns:
         The lowered step, as `jax.jit(...).lower` returns it.

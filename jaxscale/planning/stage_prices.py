@@ -50,7 +50,7 @@ def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePl
     Args:
         experiment: the experiment to plan for.
         platform: platform that the step would run on; its devices need not be present.
-        pipeline: pipeline with the number of microbatches.
+        pipeline: pipeline plan, which specifies the number of microbatches.
         schedule: schedule of the pipeline.
 
     Raises:
@@ -199,7 +199,7 @@ def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
         >>> [round(seconds / graph.seconds, 3) for seconds in gradient_seconds(graph)]
         [1.0, 1.0]
     """
-    dependent_indices = set(graph.carried)  # of the values that depend on the block's input
+    dependent_indices = set(graph.carried)  # indices of the values that depend on the block's input
     input_gradient_seconds = weight_gradient_seconds = 0.0
     for equation in graph.equations:
         # whether each operand depends on the block's input

@@ -199,7 +199,7 @@ class _Sweep:
         return last_read_by_array | dict.fromkeys(arrays.sources_of(program.outputs), len(program.operations))
 
     def _late_read_by_array(self, last_read_by_array: Mapping[int, int]) -> dict[int, int]:
-        """Return the index of the last operation that needs it, for each array that a gradient's product reads late."""
+        """Return, for each array that gradient products read late, the index of the last operation that needs it."""
         arrays = self.arrays
         if arrays.compiler.product_fusion == "no":
             return {}

@@ -88,7 +88,7 @@ def assign(
     Args:
         experiment: the experiment to plan for; its plan specifies types, attention and memory.
         groups: groups of devices, in their order along the pipe.
-        pipeline: pipeline with the number of microbatches.
+        pipeline: pipeline plan, which specifies the number of microbatches.
         schedule: schedule of the pipeline.
 
     Raises:

@@ -91,7 +91,7 @@ def is_timed(platform: Platform) -> bool:
 
 
 def calibrate(experiment: Experiment, plan: Plan, platform: Platform, measured_seconds: Sequence[float]) -> str:
-    """Store the calibration of a platform's chip from the steps of a run; return a sentence about it.
+    """Compute a chip's calibration from the steps of a run, store it, and return a sentence about it.
 
     Args:
         experiment: the experiment that ran.
@@ -101,7 +101,7 @@ def calibrate(experiment: Experiment, plan: Plan, platform: Platform, measured_s
 
     Raises:
         UserError: there are fewer than `LEAST_STEPS` steps, the costs of the plan's memory rule are unknown, or the
-            calibration cannot be stored in a folder.
+            file of calibrations cannot be written.
     """
     check_step_count(len(measured_seconds))
     path = calibration_file()

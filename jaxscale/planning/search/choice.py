@@ -88,12 +88,12 @@ class PlanChoice:
 
     @property
     def rows_per_second(self) -> float:
-        """The number of rows in the batch, divided by the modeled seconds of a step."""
+        """The rows of the batch that are processed per modeled second."""
         return self.rows / self.best.seconds.total
 
     @property
     def positions_per_second(self) -> float:
-        """The number of positions in the batch (tokens, or rows without tokens), divided by the seconds of a step."""
+        """The positions in the batch (tokens, or else rows) that are processed per modeled second."""
         return self.positions * self.rows_per_second
 
     @property
@@ -158,7 +158,7 @@ class PlanChoice:
 
     def _rivals(self) -> tuple[JudgedPlan, ...]:
         """Return the plans to show beside the best one: those that fit, then the first of each mesh that does not."""
-        first_by_mesh: dict[str, JudgedPlan] = {}  # of the plans that do not fit
+        first_by_mesh: dict[str, JudgedPlan] = {}  # plans that do not fit
         for judged_plan in self.outcome.rejected:
             first_by_mesh.setdefault(str(judged_plan.plan.mesh), judged_plan)
         rejected_rivals = [judged_plan for judged_plan in first_by_mesh.values() if judged_plan is not self.best]
@@ -176,7 +176,7 @@ class PlanChoice:
         return judged_plan.compiler_seconds, self.best.compiler_seconds
 
     def loss_of(self, judged: JudgedPlan) -> str:
-        """Return why a plan lost to the best plan: its bytes above the limit, or the item with the most extra seconds."""
+        """Return why a plan lost to the best: its bytes above the limit, or the item with the most extra seconds."""
         if not judged.fits:
             has_excess = self.limit is not None and judged.device_bytes > self.limit
             return f"takes {size(judged.device_bytes - (self.limit or 0))} too much" if has_excess else "does not fit"
@@ -249,7 +249,7 @@ class PlanChoice:
 
 
 def _seconds_table(seconds: StepSeconds, is_timed: bool = True) -> str:
-    """Return an HTML table of the seconds of a step by item, with their shares; if not `is_timed`, only the shares."""
+    """Return an HTML table with the seconds and the share of each item; unless `is_timed`, seconds are left out."""
     rows = [
         (item, duration(item_seconds) if is_timed else "", f"{item_seconds / seconds.total:.1%}")
         for item, item_seconds in seconds.items.items()

@@ -35,8 +35,8 @@ class PlanLock:
 
     Args:
         file: path of the experiment file, relative to the folder of the lock.
-        variant: one of the file's VARIANTS; `None` for the experiment itself.
-        overrides: by the path of each field of the experiment that was changed, its new text.
+        variant: name of one of the file's `VARIANTS`; `None` for `experiment()`.
+        overrides: new text of each field of the experiment that was changed, by the field's path.
         platform: text form of the platform that the step was compiled for.
         plan: JSON of the plan.
         parameters: number of parameters of the model.
@@ -93,7 +93,7 @@ def read_lock(path: str | Path) -> PlanLock:
     """Read a lock.
 
     Raises:
-        UserError: the file does not exist, is not a lock, or has another version.
+        UserError: the file does not exist, is not a lock, or has an unsupported version.
     """
     fields = read_json(Path(path))
     if not isinstance(fields, dict) or "sent_bytes" not in fields:

@@ -1,4 +1,4 @@
-"""Machines of the same kind as a given one, smaller and larger, and the smallest that an experiment fits."""
+"""Smaller and larger machines of the same kind as a given machine, and the smallest on which a plan fits."""
 
 import dataclasses
 import math

@@ -249,7 +249,7 @@ def split_costs(experiment: Experiment, platform: Platform, plan: Plan, tensor: 
 
 
 def without_layout(plan: Plan, mesh: MeshSpec | None = None) -> Plan:
-    """Return a plan on the given mesh that keeps only number formats, kernels and rules; no other setting is kept.
+    """Return the plan on another mesh; its settings of parallelism, memory and offload are reset to the defaults.
 
     Example:
         >>> str(without_layout(Plan(mesh="fsdp:4", zero=3, precision="bfloat16"), MeshSpec()).zero)

@@ -78,7 +78,7 @@ class Search:
         objective: "time", the fastest plan that fits; "memory", the plan that takes the least memory.
         costs_by_split: costs of the model by its split (tensor, sequence); `None` for a split that the model refuses.
             The search fills this field and the next three.
-        refusal_by_kind: by kind of plan, the reason why plans of this kind were refused.
+        refusal_by_kind: reason for the refusal of each kind of plan that was refused.
         layout_refusals: the reasons for leaving out layouts.
         estimates: the estimates that were made.
     """
@@ -147,7 +147,7 @@ class Search:
         Args:
             candidates: the candidates, in any order.
         """
-        # A candidate enters the heap with a lower bound. Before it is yielded, it is pushed again with its full figures.
+        # A candidate enters the heap with a lower bound, and is pushed again with its full figures before its turn.
         heap: list[tuple[tuple[float, ...], str, int]] = []
         is_by_bytes = self.objective == "memory"
         for index, candidate in enumerate(candidates):
@@ -166,7 +166,7 @@ class Search:
         """Return the plausible candidates on a number of devices, and those with the least memory."""
         all_variants = variants(self.experiment, self.platform, self.choices)
         candidates: list[RankedPlan] = []
-        smallest_by_is_pipelined: dict[bool, RankedPlan] = {}  # by whether there is a pipeline
+        smallest_by_is_pipelined: dict[bool, RankedPlan] = {}  # by whether the plan has a pipeline
         first_chunk_and_offload = (all_variants[0].loss_chunk, all_variants[0].offload)
         for layout in layouts(self.experiment, self.platform, device_count, self.choices, self.layout_refusals):
             costs = self.costs_of(layout)
@@ -315,7 +315,7 @@ class Search:
         """
         fitting_plans: list[JudgedPlan] = []
         rejected_plans: list[JudgedPlan] = []
-        bytes_ratio_by_family: dict[object, float] = {}  # estimated bytes over bytes in closed form
+        bytes_ratio_by_family: dict[object, float] = {}  # estimated bytes divided by bytes in closed form
         refusal_counts: dict[object, int] = {}
         meshes_that_fit: set[object] = set()
         rival_estimate_count = 0  # estimates of candidates that are not better than a plan that fits

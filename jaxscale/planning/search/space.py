@@ -21,7 +21,7 @@ from jaxscale.recipe.plan import OffloadPlan, Plan
 from jaxscale.sharding.mesh import MeshSpec
 
 MEMORY_RULES = tuple(map(MemoryPlan.parse, ("none", "dots", "full")))
-"""Memory rules by which plans are ranked; the best plans then get the cheapest rule that fits (`memory fit`)."""
+"""Memory rules with which plans are ranked; the best plans then get the cheapest rule that fits (`memory fit`)."""
 SCHEDULE_FORMATS = (
     "1f1b:{}x{}",
     "1f1b:{}x{},stash=input",
@@ -29,7 +29,7 @@ SCHEDULE_FORMATS = (
     "zb-h1:{}x{}",
     "zb-h1:{}x{},stash=input",
 )
-"""Schedules among which the search chooses, as texts to format with the numbers of ranks and of microbatches.
+"""Schedules among which the search chooses, as format strings for the numbers of ranks and microbatches.
 
 Each is tried with 1, 2, 4 and 8 microbatches per rank.
 """
@@ -268,7 +268,7 @@ def _replica_counts(experiment: Experiment, platform: Platform, device_count: in
 
 
 def _axis_sizes(axis: str, device_count: int, max_size: int, choices: Choices) -> list[int]:
-    """Return the sizes to try of the tensor or the sequence axis."""
+    """Return the sizes to try for a mesh axis, which is the tensor or the sequence axis."""
     if axis in choices.fixed and choices.base.mesh is not None:
         return [choices.base.mesh.sizes[axis]]
     return divisors(device_count, max_size) if choices.is_open(axis) else [1]

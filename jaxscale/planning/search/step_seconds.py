@@ -49,7 +49,7 @@ UPDATE_OPERATIONS = 20
 FORMAT_OPERATIONS = {"float32": 0, "fp8": 10, "int8": 12, "dynamic8": 20, "int4": 40}
 """Assumed elementwise operations that convert an optimizer moment from a format and back."""
 NOTICEABLE = 0.005
-"""Share of a step's seconds below which texts leave an item out."""
+"""Items with a smaller share of a step's seconds are left out of texts."""
 RING = 8
 """Least number of devices of a tensor axis along which libtpu divides products (seen in compiled programs)."""
 
@@ -96,7 +96,7 @@ def step_seconds(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, 
     Args:
         layout: plan with a mesh over which the batch can be split evenly.
         variant: memory rule, chunk of the loss and offload of the step.
-        kept: what the memory rule keeps and recomputes in the rows of a microbatch on a device, in all stages.
+        kept: what the memory rule keeps and recomputes for the rows of a microbatch on a device, over all stages.
         costs: costs of the model under the layout's split over tensor and sequence axes.
         platform: platform with known rates (`rated`).
     """
@@ -144,14 +144,14 @@ def computation(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, p
     Args:
         layout: plan with a mesh over which the batch can be split evenly.
         variant: memory rule, chunk of the loss and offload of the step.
-        kept: what the memory rule keeps and recomputes in the rows of a microbatch on a device, in all stages.
+        kept: what the memory rule keeps and recomputes for the rows of a microbatch on a device, over all stages.
         costs: costs of the model under the layout's split over tensor and sequence axes.
         platform: platform with known rates (`rated`).
     """
     mesh = layout.mesh
     assert mesh is not None
-    row_count = costs.batch / mesh.batch_shards  # of all microbatches on a device
-    work_share = row_count / costs.rows / mesh.pipe  # of the traced work of the blocks
+    row_count = costs.batch / mesh.batch_shards  # rows of all microbatches on a device
+    work_share = row_count / costs.rows / mesh.pipe  # share of the blocks' traced work
     reruns_stages = layout.pipeline is not None and layout.stages_keep == "input"
     forward_seconds, backward_seconds = work_share * costs.forward_seconds, work_share * costs.backward_seconds
     recomputation_seconds = layout.microbatches * kept.seconds / mesh.pipe + (forward_seconds if reruns_stages else 0.0)
@@ -242,7 +242,7 @@ def _communication(
 
 
 def _overlaps(transfer: Transfer, mesh: MeshSpec, platform: Platform) -> bool:
-    """Return whether a collective runs beside the products of its pass."""
+    """Return whether a collective overlaps with the matrix products of its pass."""
     is_within_slice_or_host = route(transfer.axes, mesh, platform).parts == 1
     match transfer.purpose:
         case "weights":

@@ -12,8 +12,8 @@
     tables           if a microbatch reads less than a sharded table holds, devices exchange the rows that they read and
                      the gradients of these rows, instead of the table; a tied head reduces its gradients separately
 
-Collectives of blocks run once for each block. Those of a block's forward pass run again if it is recomputed, except
-the last reduction, whose result nothing reads. The three compilers insert collectives in different ways, and the
+Collectives of blocks run once for each block. Those of a block's forward pass run again if the pass is recomputed,
+except the last reduction, whose result nothing reads. The three compilers insert collectives in different ways, and the
 closed forms follow their compiled steps (`wire_plans.py` of the benchmarks compares both):
 
     XLA:GPU    sums gradients of tables in float32; gathers keys and normed activations in float32, before it converts

@@ -106,7 +106,7 @@ class StepTraffic:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Axes over which gradients are summed."""
+        """All axes over which gradients are summed, including fsdp."""
         return (*self.other_axes, "fsdp")
 
     @property
