@@ -109,14 +109,16 @@ def near_miss(word: str, known: Iterable[str]) -> str:
         return ""
     known_words = list(known)
     short_words = [known_word for known_word in known_words if abbreviates(word, known_word)]
-    close_words = [known_word for known_word in short_words if not known_word.endswith(word.lstrip("-"))]
+    field_name = word.lstrip("-")
+    close_words = [known_word for known_word in known_words if known_word.rpartition(".")[2] == field_name]
+    close_words = close_words or [known_word for known_word in short_words if not known_word.endswith(field_name)]
     if not close_words:  # the dashes of flags are no likeness
         name_by_word = {known_word: known_word.lstrip("-") for known_word in known_words}
         close_names = difflib.get_close_matches(word.lstrip("-"), name_by_word.values(), n=1, cutoff=0.6)
         close_words = [known_word for known_word, name in name_by_word.items() if name in close_names]
     # short words fall below the cutoff
     close_words = close_words or [known_word for known_word in known_words if sorted(known_word) == sorted(word)]
-    close_words = close_words or short_words
+    close_words = close_words or (short_words if len(short_words) == 1 else [])
     return f"; did you mean {close_words[0]!r}?" if close_words else ""
 
 

@@ -9,7 +9,8 @@ Plans of one device differ in memory rule, microbatches, chunks of the loss and 
 steps are timed in turns, by processor seconds, and the median of the rounds counts. Spearman's coefficient compares the
 two orders: 1 if they are equal, about 0 if they are unrelated. The coefficient of the odd and the even rounds shows how
 far the machine repeats its own order. The ratio of modeled to measured seconds has no bar: the assumed rates are those
-of one processor (`jaxscale/planning/search/processor.py`).
+of one processor (`jaxscale/planning/search/processor.py`). `MALLOC_TRIM_THRESHOLD_=131072` before the command shows the
+steps of a process that returns freed memory to the kernel (`jaxscale/platforms/cpu_memory.py`).
 """
 
 import argparse
@@ -156,9 +157,10 @@ def ranks(values: list[float]) -> list[float]:
 def main() -> bool:
     """Print the table, and return whether every figure reaches its bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="three plans of one small model")
-    parser.add_argument("--fitted", action="store_true", help="the models to which the assumed rates were fitted")
-    parser.add_argument("--drawn", type=int, metavar="SEED", help="models whose sizes are drawn by this seed")
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument("--tiny", action="store_true", help="three plans of one small model")
+    models.add_argument("--fitted", action="store_true", help="the models to which the assumed rates were fitted")
+    models.add_argument("--drawn", type=int, metavar="SEED", help="models whose sizes are drawn by this seed")
     arguments = parser.parse_args()
     platform, figures = jx.Platform.parse("cpu"), []
     chosen = fitted_experiments() if arguments.fitted else experiments(arguments.tiny)
@@ -179,6 +181,7 @@ def main() -> bool:
             Figure(f"{experiment.name}_spearman", coefficient, "", None if arguments.tiny else BAR, ">="),
             Figure(f"{experiment.name}_repeated_spearman", spearman(odd, even), ""),
             Figure(f"{experiment.name}_modeled_over_measured", median_ratio(modeled, measured), "times"),
+            Figure(f"{experiment.name}_step", measured[0], "processor s"),
         ]
     return show(figures, "order of plans, modeled and measured")
 

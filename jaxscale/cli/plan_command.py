@@ -72,7 +72,7 @@ class ChoosePlan:
     save: str | None = flag("PLAN.JSON", "none")
     lock: str | None = flag("PLAN.LOCK", "none")
     plan_file: str | None = flag("PLAN.JSON", "the experiment's plan")
-    batch: int | Literal["free"] | None = flag("INT", "the experiment's")
+    batch: int | Literal["free"] | None = flag("INT|free", "the experiment's")
 
     def run(self, fields: Mapping[str, str]) -> int:
         """Print the choice, and return the exit code."""
@@ -91,14 +91,14 @@ class ChoosePlan:
             "forbidden": forbidden,
             "limit": bytes_of(self.limit, "--limit"),
             "host_limit": bytes_of(self.host_limit, "--host-limit"),
-            "objective": "time" if self.objective == "cost" else self.objective,
             "verify": self.compile_count,
         }
 
         def choose(platform: Any) -> PlanChoice:
             """Return the choice for a platform. If the batch is free, also print the choices for all batches."""
             if not is_batch_free:
-                return choose_plan(experiment, platform, make=source.remake, **options)
+                objective = "time" if self.objective == "cost" else self.objective
+                return choose_plan(experiment, platform, make=source.remake, objective=objective, **options)
             batch_comparison = choose_batch(
                 experiment, platform, make=lambda rows: source.with_batch(rows).remake, **options
             )
@@ -116,7 +116,8 @@ class ChoosePlan:
         print(choice)
         if is_batch_free:
             experiment, source = dataclasses.replace(experiment, batch=choice.rows), source.with_batch(choice.rows)
-            print(f"with --batch {choice.rows}; the learning rate and the number of steps are still the experiment's")
+            effect_text = "the learning rate and the number of steps are still the experiment's"
+            print(f"and --batch {choice.rows}" + (f"; {effect_text}" if choice.fits else ""))
         if self.out is not None:
             choice.write(self.out)
             print(f"written to {self.out}")

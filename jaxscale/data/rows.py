@@ -59,16 +59,20 @@ class Arrays:
             )
         object.__setattr__(self, "arrays", checked_arrays)
 
+    @property
+    def row_count(self) -> int:
+        """The number of rows, those that are held out included."""
+        return len(next(iter(self.arrays.values())))
+
     def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
         """Return the batches of these arrays; see `Rows.open`."""
         hasher = hashlib.sha256()
         for name, array in sorted(self.arrays.items()):
             hasher.update(f"{name} {array.dtype} {array.shape}".encode())
             hasher.update(np.ascontiguousarray(array).data)
-        row_count = len(next(iter(self.arrays.values())))
         if 0 < self.held_out < 1:
-            _check_split(self.arrays, row_count)
-        return open_rows("arrays", row_count, self._read, self.held_out, hasher, batch, seed, process, processes)
+            _check_split(self.arrays, self.row_count)
+        return open_rows("arrays", self.row_count, self._read, self.held_out, hasher, batch, seed, process, processes)
 
     def _read(self, indices: np.ndarray) -> NumpyBatch:
         """Return the rows with these indices."""
@@ -115,6 +119,11 @@ class Rows:
             )
         if isinstance(self.rows, list | tuple):
             object.__setattr__(self, "rows", Listed(self.rows))
+
+    @property
+    def row_count(self) -> int:
+        """The number of rows, those that are held out included."""
+        return len(self.rows)
 
     def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
         """Return the batches of this dataset.

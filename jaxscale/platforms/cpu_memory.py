@@ -1,9 +1,9 @@
 """Keep the memory that the CPU backend frees in the process, because the next step allocates the same buffers again.
 
-By default, glibc returns large buffers to the kernel, which must clear every page again in the next step. A decoder of
-8 layers had 51,000 page faults per step, which took 30 % of its time. Threads other than the first one have arenas
-(glibc's memory pools) of their own, which cannot hold buffers of more than 64 MiB, so these would still be returned.
-Therefore, all threads that start after the call share one arena.
+By default, glibc returns large buffers to the kernel, which must clear every page again in the next step. The 8 layers
+of `small_vocab` in `experiments/benchmarks/plan_order.py` had 51,000 page faults per step, which took 30 % of its time.
+Threads other than the first one have arenas (glibc's memory pools) of their own, which are returned when they are empty
+and cannot hold buffers of more than 64 MiB. Therefore, all threads that start after the call share one arena.
 
 References:
     mallopt(3), Linux manual page; glibc, malloc/malloc.c: `sysmalloc` maps what no heap of an arena can hold.
@@ -18,14 +18,16 @@ import jax
 from jaxscale.compat import is_backend_started
 from jaxscale.platforms.detect import accelerators
 
-_VARIABLES = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
+_VARIABLES = (
+    "MALLOC_ARENA_MAX", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_",
+)  # fmt: skip
 
 
 def keep_freed_memory() -> None:
     """If the process computes on a CPU, make the C library keep the memory that the process frees.
 
-    If the backend is already running, its threads still return buffers of more than 64 MiB. This function does nothing
-    without glibc, or if the environment configures glibc's allocator (`MALLOC_TRIM_THRESHOLD_` and other variables).
+    If the backend is already running, its threads keep arenas of their own, and return most buffers. This function does
+    nothing without glibc, or if the environment configures glibc's allocator (`MALLOC_TRIM_THRESHOLD_` and others).
     """
     if any(name in os.environ for name in _VARIABLES) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
@@ -49,4 +51,5 @@ def _computes_on_cpu() -> bool:
         return jax.default_backend() == "cpu"
     config: Any = jax.config
     platforms = config.jax_platforms
-    return platforms == "cpu" or (not platforms and not accelerators())
+    first_platform = (platforms or "").partition(",")[0]
+    return first_platform == "cpu" or (not first_platform and not accelerators())

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxscale.blocks import Treatment
+from jaxscale.compat import is_backend_started
 from jaxscale.compiler.kept_programs import keep_ordered_programs
 from jaxscale.errors import UserError
 from jaxscale.lowbit.quantized import NothingQuantized
@@ -69,7 +70,8 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     plan = plan_of(experiment, plan)
     keep_ordered_programs()
     thread_note = provide_threads()
-    keep_freed_memory()
+    if not is_backend_started():  # later, its threads have arenas of their own, so that little would be kept
+        keep_freed_memory()
     experiment.optimizer.try_own(experiment.steps)
     device_list = list(jax.devices() if devices is None else devices)
     resolved_plan = resolve(experiment, plan, device_list, thread_note)

@@ -64,7 +64,7 @@ def test_a_free_batch_is_chosen_printed_and_locked(folder, capsys):
     words = ["plan", "toy.py", "--platform", "cpu", "--forbid", "microbatches,memory,loss_chunk", "--batch", "free"]
     assert main([*words, "--save", "p.json", "--lock", "p.lock"]) == 0
     shown = capsys.readouterr().out
-    rows = int(re.search(r"with --batch (\d+); the learning rate", shown)[1])
+    rows = int(re.search(r"and --batch (\d+); the learning rate", shown)[1])
     assert shown.startswith("batches on cpu:\nbatch  fits")
     assert f"train it with --plan-file p.json --batch {rows}" in shown
     assert json.loads((folder / "p.lock").read_text())["overrides"] == {"batch": str(rows)}

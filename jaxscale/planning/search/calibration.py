@@ -26,6 +26,8 @@ from jaxscale.records.storage import write_whole
 from jaxscale.values import from_json, read_json, to_json
 from jaxscale.values.units import duration
 
+MODEL = 2
+"""Version of the modeled seconds of a processor; a factor that was measured beside another version does not count."""
 LEAST_STEPS = 20
 """Least number of measured steps of a calibration."""
 
@@ -39,12 +41,14 @@ class Calibration:
         steps: number of measured steps.
         experiment: name of the experiment that was measured.
         jaxlib: version of jaxlib that ran the experiment.
+        model: version of the modeled seconds; 1 in files that do not state it.
     """
 
     factor: float
     steps: int
     experiment: str
     jaxlib: str
+    model: int = 1
 
     def __str__(self) -> str:
         return f"scaled by {self.factor:.3g}, as measured in {self.steps} steps of {self.experiment}"
@@ -68,7 +72,9 @@ def calibration_of(platform: Platform) -> Calibration | None:
     calibration = from_json(Calibration, entry, str(path))
     if not (math.isfinite(calibration.factor) and calibration.factor > 0):
         raise UserError(f"{path}: got a factor of {calibration.factor}, expected a number above 0; remove the file")
-    return calibration if calibration.jaxlib == importlib.metadata.version("jaxlib") else None
+    has_other_model = platform.chip.kind == "cpu" and calibration.model != MODEL
+    is_of_this_version = calibration.jaxlib == importlib.metadata.version("jaxlib") and not has_other_model
+    return calibration if is_of_this_version else None
 
 
 def calibrated_seconds(seconds: StepSeconds, platform: Platform) -> StepSeconds:
@@ -115,7 +121,8 @@ def calibrate(experiment: Experiment, plan: Plan, platform: Platform, measured_s
         statistics.median(measured_seconds),
     )
     jaxlib_version = importlib.metadata.version("jaxlib")
-    calibration = Calibration(median_seconds / model_seconds, len(measured_seconds), experiment.name, jaxlib_version)
+    step_count = len(measured_seconds)
+    calibration = Calibration(median_seconds / model_seconds, step_count, experiment.name, jaxlib_version, MODEL)
     entry_by_chip = _stored_entries(path) | {_chip_name(platform): to_json(calibration)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

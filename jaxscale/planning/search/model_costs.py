@@ -266,6 +266,7 @@ def without_layout(plan: Plan, mesh: MeshSpec | None = None) -> Plan:
         diloco=None,
         memory=MemoryPlan("none"),
         offload=OffloadPlan(),
+        kernels=dataclasses.replace(plan.kernels, loss_chunk=None),
     )
 
 

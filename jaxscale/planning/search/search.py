@@ -128,6 +128,10 @@ class Search:
             plans, tuple(rejected_plans), tuple(dict.fromkeys(self.refusal_by_kind.values())), len(candidates)
         )
 
+    def for_experiment(self, experiment: Experiment) -> "Search":
+        """Return a search with the same arguments for another experiment, without anything that this one found."""
+        return Search(experiment, self.platform, self.choices, self.limit, self.host_limit, self.objective)
+
     @functools.cached_property
     def candidates(self) -> tuple[list[RankedPlan], list[RankedPlan]]:
         """All plausible candidates, and those that take the least memory.

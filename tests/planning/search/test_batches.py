@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 import jaxscale as jx
@@ -75,7 +76,30 @@ def test_a_batch_beyond_the_memory_ends_the_search_and_is_not_chosen():
     assert " no " in str(comparison).splitlines()[-1]
 
 
-def test_when_no_batch_fits_the_smallest_one_gets_advice():
+def test_small_batches_that_use_few_devices_may_not_fit_where_larger_ones_do():
+    limit, forbidden = "9MiB", (*FORBIDDEN, "microbatches")
+    comparison = choose_batch(experiment(), "gpu h100 x 8", limit=limit, forbidden=forbidden)
+    assert not comparison.choices[0].fits  # one row: one device, which holds all of the state
+    assert comparison.best.fits
+    assert comparison.best.rows >= 4
+
+
+def test_data_of_few_rows_end_the_search_with_a_note():
+    arrays = {"tokens": np.zeros((20, 128), np.int32), "targets": np.zeros((20, 128), np.int32)}
+    few = dataclasses.replace(experiment(), data=jx.data.Arrays(arrays))
+    comparison = choose_batch(few, "gpu h100", forbidden=(*FORBIDDEN, "memory", "microbatches"))
+    assert comparison.choices[-1].rows == 16
+    assert str(comparison).endswith("the data have 20 rows: larger batches are not tried")
+
+
+def test_a_fixed_mesh_gives_the_unit_of_the_batches():
+    plan = dataclasses.replace(experiment().plan, mesh="data:3")
+    options = {"fixed": ("mesh",), "forbidden": ("pipeline", "offload", "memory", "microbatches", "loss_chunk")}
+    comparison = choose_batch(experiment(), "gpu h100 x 4", plan, limit="12MiB", **options)
+    assert [choice.rows for choice in comparison.choices][:2] == [3, 6]
+
+
+def test_when_no_batch_fits_the_one_with_the_least_bytes_gets_advice():
     comparison = choose_batch(experiment(), "gpu h100", limit="1MiB", forbidden=FORBIDDEN)
     assert len(comparison.choices) == 1
     assert not comparison.best.fits
@@ -87,7 +111,6 @@ def test_when_no_batch_fits_the_smallest_one_gets_advice():
     [
         ({"verify": -1}, "verify: got -1"),
         ({"forbidden": ("pipelines",)}, "did you mean 'pipeline'"),
-        ({"objective": "memory"}, "chosen by rows per second"),
         ({"limit": "many"}, "limit"),
     ],
 )

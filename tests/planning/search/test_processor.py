@@ -3,8 +3,10 @@
 import pytest
 
 import jaxscale as jx
+from jaxscale.planning.search.model_costs import rated, split_costs
 from jaxscale.planning.search.processor import CACHE_BYTES, LOSS_PASSES, MEMORY_BANDWIDTH, memory_seconds
-from jaxscale.planning.search.step_seconds import modeled_seconds
+from jaxscale.planning.search.space import Variant
+from jaxscale.planning.search.step_seconds import modeled_seconds, step_seconds
 from jaxscale.platforms.platform import Platform
 
 
@@ -34,3 +36,12 @@ def test_a_processor_has_an_item_for_its_memory_and_an_accelerator_has_none():
     assert on_cpu[whole]["memory"] > on_cpu[chunked].get("memory", 0)
     assert on_cpu[whole]["head"] < on_cpu[chunked]["head"]  # a chunk computes its products again
     assert "memory" not in modeled_seconds(experiment, Platform.parse("gpu h100"), whole).items
+
+
+def test_a_chunked_plan_has_the_seconds_that_the_search_gives_to_its_layout():
+    model = jx.models.Decoder(vocab=2048, context=128, layers=2, embed=64, heads=4)
+    experiment = jx.Experiment("wide", model, jx.data.Text("text.txt", context=128), batch=64)
+    platform, chunked = Platform.parse("cpu"), jx.Plan(mesh="1", kernels="loss_chunk=64")
+    costs = split_costs(experiment, rated(platform), jx.Plan(mesh="1"), 1, 1)  # of the plan without a chunk
+    searched = step_seconds(chunked, Variant.of(chunked), costs.kept(chunked.memory, 64), costs, rated(platform))
+    assert modeled_seconds(experiment, platform, chunked).items == pytest.approx(searched.items)
