@@ -18,7 +18,9 @@ _PAGE_FOLDERS = (_PACKAGE / "_pages", _PACKAGE.parent / "docs")
 class Docs:
     """Show a page of the documentation, or list all pages.
 
-    Messages name pages. A word that is no page's name lists pages with it.
+    If exactly one name matches, its page is shown; otherwise, pages are listed.
+
+    Error messages refer to pages by name.
 
     Args:
         page: name of a page, or a word to search for.

@@ -166,7 +166,10 @@ def _compile(
 
 
 def _fields_from_text(compiled: Any, axis_sizes: Any, dump_folder: str) -> dict[str, Any]:
-    """Return the report's fields that come from the program's text; `unread` alone if the text is unreadable."""
+    """Return the report fields that are read from the program's text.
+
+    If the text cannot be parsed, return only the field `unread`, with the error.
+    """
     import jax
 
     try:

@@ -111,7 +111,10 @@ class Rows:
         check_types(self)
         _check_held_out(self.held_out)
         if isinstance(self.rows, Mapping):
-            raise UserError("rows: got a dict, expected a dataset with rows[0]; a dict of arrays is Arrays")
+            raise UserError(
+                "rows: got a dict, expected a dataset that is indexed by row number; for a dict of arrays, use "
+                "jaxscale.data.Arrays"
+            )
         if not hasattr(self.rows, "__len__") or not hasattr(self.rows, "__getitem__"):
             raise UserError(
                 f"rows: got {type(self.rows).__name__}, expected a dataset with len(rows) and rows[i]; an iterable of "

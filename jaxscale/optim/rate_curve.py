@@ -7,7 +7,7 @@ from jaxscale.optim.rules import RULES
 
 
 def rate_curve(optimizer: Optimizer, steps: int, max_points: int = 241) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the learning rates of evenly spread updates, computed by the formulas of `Optimizer` without groups.
+    """Return the learning rates of evenly spread updates, by the schedule of `optimizer`; its `groups` are ignored.
 
     Args:
         optimizer: the optimizer.

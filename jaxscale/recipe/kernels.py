@@ -66,7 +66,10 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
         if len(dict(self.named)) < len(self.named):
             raise UserError(f"kernels {self}: got a kernel twice, expected each kernel once")
         if self.loss_chunk is not None and self.scores in ("tpu", "reference"):
-            raise UserError(f"kernels {self}: cross_entropy {self.scores} has no chunks; leave out one of the two")
+            raise UserError(
+                f"kernels {self}: the {self.scores} implementation of cross_entropy does not support loss_chunk; "
+                "remove loss_chunk, or choose another implementation"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "Kernels":

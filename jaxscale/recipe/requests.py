@@ -110,7 +110,7 @@ def combination(first_request: Request, second_request: Request) -> Request:
     """Return a request that is made if two requests are both made."""
 
     def request(facts: Facts) -> str | None:
-        """Return the texts of both requests, joined; `None` unless both are made."""
+        """Return 'FIRST with SECOND', from the texts of two requests; `None` unless the run makes both requests."""
         first_text = first_request(facts)
         second_text = None if first_text is None else second_request(facts)
         return None if second_text is None else f"{first_text} with {second_text}"

@@ -427,7 +427,10 @@ def _detail_text(row: dict[str, Any]) -> str:
 
 
 def _reproduction_sheet(run: RunRecord) -> Markup | None:
-    """Return a sheet with the command that repeats the run, the origin, and all fields; `None` if nothing is known."""
+    """Return a sheet that shows how to reproduce the run: command, source, and fields of the experiment and plan.
+
+    Return `None` if the record has none of them.
+    """
     sha256 = run.source.get("sha256")
     source_facts = {"SHA-256 of the file": sha256} if sha256 else {}
     source_facts |= run.origin

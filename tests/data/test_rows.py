@@ -109,7 +109,7 @@ def test_held_out_batches_are_filled_up_with_rows_of_weight_zero():
         (lambda: Arrays({"x": X}, held_out=1.5), "held_out: got 1.5, expected a share of the rows"),
         (lambda: Arrays({"x": X}, held_out=0.99).open(4, 0), "20 rows: held_out 0.99 leaves none to train on"),
         (lambda: Arrays({"x": X}).open(4, 0, processes=3), "cannot be split evenly over 3 processes"),
-        (lambda: Rows({"x": X}), "rows: got a dict, .* a dict of arrays is Arrays"),
+        (lambda: Rows({"x": X}), "rows: got a dict, .* for a dict of arrays, use jaxscale.data.Arrays"),
         (lambda: Rows(iter([])), "rows: got list_iterator, expected a dataset with len"),
         (lambda: Rows([]).open(4, 0), "the data has 0 rows: held_out 0.1 leaves none to train on"),
         (lambda: Rows([(1, 2)]).open(1, 0), r"rows\[0\]: got a tuple of 2, .* a tuple needs names="),

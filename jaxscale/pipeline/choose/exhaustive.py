@@ -94,7 +94,7 @@ def fastest_orders(
 
 
 def has_few_schedules(stage_count: int, microbatch_count: int, max_activations: int) -> bool:
-    """Return whether all schedules with one stage per rank are so few that they can be timed in a tenth of a second.
+    """Return whether there are few enough schedules with one stage per rank to time all of them in 0.1 s.
 
     Example:
         >>> has_few_schedules(2, 3, 3), has_few_schedules(2, 4, 4), has_few_schedules(8, 32, 8)

@@ -24,7 +24,7 @@ def vary(tree: Any, axes: Sequence[str]) -> Any:
     """
 
     def mark(leaf: Any) -> Any:
-        """Mark a leaf as varying over the axes over which it does not vary yet."""
+        """Mark a leaf as varying over those of `axes` that its type lacks."""
         missing_axes = tuple(axis for axis in axes if axis not in varying_axes(leaf))
         return lax.pcast(leaf, missing_axes, to="varying") if missing_axes else leaf
 

@@ -21,7 +21,10 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     """
 
     def phases_of(rank: int, microbatch_count: int) -> tuple[MotifPhase, ...]:
-        """Return the phases of a rank's order for `microbatch_count` microbatches, with the lanes of `vee`."""
+        """Return the phases of one rank's schedule, as `vee` expects them: (motif, number of repetitions).
+
+        In a motif, 0 and 1 number the rank's two stages.
+        """
         ranks_below = ranks - 1 - rank
         return (
             ("F0", 2 * ranks_below + 1),

@@ -70,7 +70,7 @@ class Pipelined:
 
     @property
     def stage_depth(self) -> int | None:
-        """Number of blocks of the deepest stage; `None` for a chain, whose blocks are unlike."""
+        """Number of blocks of the deepest stage; `None` for a chain, whose blocks differ in structure."""
         return None if self.stages.chain else self.stages.depth
 
     @property
