@@ -60,23 +60,25 @@ def parameter_rms(arrays: Mapping[str, Any]) -> float:
         and (array.ndim > 0 or not name.startswith("optimizer/"))
     }
     device_arrays = {name: array for name, array in judged_arrays.items() if not on_host(array)}
-    cpu_copies = copies_on_one_cpu(device_arrays)
-    other_arrays = {name: array for name, array in device_arrays.items() if name not in cpu_copies}
+    cpu_shards = copies_on_one_cpu(device_arrays)
+    other_arrays = {name: array for name, array in device_arrays.items() if name not in cpu_shards}
     single_device_arrays = {name: array for name, array in other_arrays.items() if is_on_one_device(array)}
-    facts_by_name = {name: _facts_of_one_array(array) for name, array in (cpu_copies | single_device_arrays).items()}
-    facts_by_name |= _facts_of_arrays(
+    finiteness_and_square_sum_by_name = {
+        name: _facts_of_one_array(array) for name, array in (cpu_shards | single_device_arrays).items()
+    }
+    finiteness_and_square_sum_by_name |= _facts_of_arrays(
         {name: array for name, array in other_arrays.items() if name not in single_device_arrays}
     )
     for name, array in judged_arrays.items():
         if on_host(array):
-            facts_by_name[name] = jax.device_get(_facts_of_one_array(array))
-    facts_by_name = jax.device_get(facts_by_name)
+            finiteness_and_square_sum_by_name[name] = jax.device_get(_facts_of_one_array(array))
+    finiteness_and_square_sum_by_name = jax.device_get(finiteness_and_square_sum_by_name)
     param_names = [name for name in judged_arrays if name.startswith(f"{PARAMS}/")]
     element_count = sum(judged_arrays[name].size for name in param_names)
-    if not all(is_finite for is_finite, _ in facts_by_name.values()):
+    if not all(is_finite for is_finite, _ in finiteness_and_square_sum_by_name.values()):
         return math.nan
     return (
-        math.sqrt(math.fsum(float(facts_by_name[name][1]) for name in param_names) / element_count)
+        math.sqrt(math.fsum(float(finiteness_and_square_sum_by_name[name][1]) for name in param_names) / element_count)
         if element_count
         else 0.0
     )

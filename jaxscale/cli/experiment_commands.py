@@ -114,7 +114,7 @@ class Train:
             plan = read_plan(run_path(run_dir) / "plan.json")
             print(calibrate(experiment, plan, platform_of("local"), step_seconds[np.isfinite(step_seconds)].tolist()))
 
-    def chosen_plan(self, experiment: Any, fields: Mapping[str, str]) -> Any:
+    def chosen_plan(self, experiment: Any, text_by_field_path: Mapping[str, str]) -> Any:
         """Choose the best plan for this machine, print the choice, and return the plan. All processes choose the same.
 
         Without a limit, a share of the memory (`SPARED`) is left free, because estimates may be too low.
@@ -130,7 +130,7 @@ class Train:
         usable_byte_count, limit_byte_count = usable_bytes(platform), bytes_of(self.limit, "--limit")
         if limit_byte_count is None and usable_byte_count is not None:
             limit_byte_count = int((1 - SPARED) * usable_byte_count)
-        choice = choose_plan(experiment, platform, fixed=fixed_settings(fields), limit=limit_byte_count)
+        choice = choose_plan(experiment, platform, fixed=fixed_settings(text_by_field_path), limit=limit_byte_count)
         print(choice, end="\n\n")
         if not choice.fits:
             raise UserError(f"plan auto: no plan of {experiment.name} fits {platform}: {choice.advice}")

@@ -87,12 +87,12 @@ class ValueNames:
 
     def op_name(self, name: str) -> str:
         """Return the scopes of the instruction with this name, as JAX recorded them; "" if there are none."""
-        metadata = (
+        escaped_op_name = (
             self.computation_and_op_by_name[name][1].attribute(r'op_name="((?:[^"\\]|\\.)*)"')
             if name in self.computation_and_op_by_name
             else None
         )
-        return (metadata or "").replace("\\'", "'").replace('\\"', '"')
+        return (escaped_op_name or "").replace("\\'", "'").replace('\\"', '"')
 
     def in_loop(self, name: str) -> bool:
         """Return whether the instruction with this name is inside a loop."""

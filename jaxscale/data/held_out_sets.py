@@ -55,16 +55,17 @@ def as_held_out_sets(sources: Mapping[str, Any], data: Any) -> dict[str, Any]:
     return sets
 
 
-def as_held_out(source: Any, data: Any) -> Any:
+def as_held_out(source: Any, training_data: Any) -> Any:
     """Return the data of one held-out set; for the parameters and errors, see `as_held_out_sets`."""
     if isinstance(source, str | os.PathLike) or _are_paths(source):
         path_or_paths = source if isinstance(source, str | os.PathLike) else tuple(map(Path, source))
-        if not hasattr(data, "held_out_at"):
+        if not hasattr(training_data, "held_out_at"):
             raise UserError(
-                f"got the path {_paths_text(path_or_paths)}, but the training data, a {type(data).__name__}, reads no "
-                "files: give data such as jaxscale.data.Text(path, held_out=1.0)"
+                f"got the path {_paths_text(path_or_paths)}, but the training data, a "
+                f"{type(training_data).__name__}, reads no files: give data such as "
+                "jaxscale.data.Text(path, held_out=1.0)"
             )
-        return data.held_out_at(path_or_paths)
+        return training_data.held_out_at(path_or_paths)
     if isinstance(source, Mapping):
         return Arrays(source, held_out=1.0)
     if not hasattr(source, "open"):
@@ -74,10 +75,14 @@ def as_held_out(source: Any, data: Any) -> Any:
                 "an iterable of batches"
             )
         return Stream((), held_out=source)
-    if isinstance(source, Text | Mixture) and isinstance(data, Text | Mixture) and source.tokenizer != data.tokenizer:
+    if (
+        isinstance(source, Text | Mixture)
+        and isinstance(training_data, Text | Mixture)
+        and source.tokenizer != training_data.tokenizer
+    ):
         raise UserError(
-            f"its tokenizer is {source.tokenizer}, expected that of the training data, {data.tokenizer}: a model reads "
-            "the tokens of one tokenizer"
+            f"its tokenizer is {source.tokenizer}, expected that of the training data, "
+            f"{training_data.tokenizer}: a model reads the tokens of one tokenizer"
         )
     return source
 

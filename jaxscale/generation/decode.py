@@ -69,8 +69,8 @@ class Decoding:
         generator: the model and its programs.
         prompts: int32 ids of each prompt: at least one id, and at most as many as the model has positions.
         sampling: what to draw.
-        choice_count: exclusive upper limit of the drawn ids; by default, the model's vocabulary size.
-        burst: number of tokens to draw for each row between two yields; `None` for all tokens of a window.
+        id_limit: exclusive upper limit of the drawn ids; by default, the model's vocabulary size.
+        tokens_per_yield: number of tokens to draw for each row between two yields; `None` for all tokens of a window.
 
     Raises:
         UserError: a prompt is empty or longer than the context, or the rows need more memory than the device has left.
@@ -82,11 +82,11 @@ class Decoding:
         prompts: Sequence[np.ndarray],
         sampling: Sampling,
         *,
-        choice_count: int | None = None,
-        burst: int | None = None,
+        id_limit: int | None = None,
+        tokens_per_yield: int | None = None,
     ) -> None:
-        self.generator, self.sampling, self.burst = generator, sampling, burst
-        self.choice_count = choice_count or generator.model.vocab
+        self.generator, self.sampling, self.tokens_per_yield = generator, sampling, tokens_per_yield
+        self.id_limit = id_limit or generator.model.vocab
         for prompt in prompts:
             check_prompt(generator.model, len(prompt))
         longest_length = max(len(prompt) for prompt in prompts)
@@ -125,13 +125,11 @@ class Decoding:
         row_prompts = [row.window_ids[:1] if row.is_done else row.window_ids for row in self.rows]
         row_offsets = np.array([row.start for row in self.rows], np.int32)
         prompt_and_sample_indices = [(row.prompt_index, row.sample_index) for row in self.rows]
-        session = self.generator.start(
-            row_prompts[::copy_count], copy_count, token_count, (sampling, self.choice_count)
-        )
+        session = self.generator.start(row_prompts[::copy_count], copy_count, token_count, (sampling, self.id_limit))
         yield self._extend_rows(session.prefill(prompt_and_sample_indices, row_offsets)[None])
         remaining_count = token_count - 1
         while remaining_count and not all(row.is_done for row in self.rows):
-            step_count = min(remaining_count, self.burst or remaining_count)
+            step_count = min(remaining_count, self.tokens_per_yield or remaining_count)
             yield self._extend_rows(session.advance(step_count))
             remaining_count -= step_count
 

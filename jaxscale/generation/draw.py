@@ -23,14 +23,14 @@ class DrawKind(NamedTuple):
     Args:
         is_greedy: whether the most likely token is drawn.
         has_top_k, has_top_p, has_min_p: which filters apply.
-        choice_count: exclusive upper limit of the drawn ids.
+        id_limit: exclusive upper limit of the drawn ids.
     """
 
     is_greedy: bool
     has_top_k: bool
     has_top_p: bool
     has_min_p: bool
-    choice_count: int
+    id_limit: int
 
 
 class DrawSettings(NamedTuple):
@@ -49,13 +49,13 @@ class DrawSettings(NamedTuple):
     stop_ids: Any
 
 
-def kind_of(sampling: Sampling, choice_count: int) -> DrawKind:
+def kind_of(sampling: Sampling, id_limit: int) -> DrawKind:
     """Return the static settings of the draws that `sampling` describes."""
     is_greedy = sampling.temperature == 0
     filter_flags = [
         not is_greedy and threshold is not None for threshold in (sampling.top_k, sampling.top_p, sampling.min_p)
     ]
-    return DrawKind(is_greedy, filter_flags[0], filter_flags[1], filter_flags[2], choice_count)
+    return DrawKind(is_greedy, filter_flags[0], filter_flags[1], filter_flags[2], id_limit)
 
 
 def settings_of(sampling: Sampling) -> DrawSettings:
@@ -79,7 +79,7 @@ def draw(logits: Float[Array, "B V"], keys: Any, kind: DrawKind, settings: DrawS
         kind: static settings.
         settings: the settings that are arguments of the program.
     """
-    choice_logits = logits[:, : kind.choice_count].astype(jnp.float32)
+    choice_logits = logits[:, : kind.id_limit].astype(jnp.float32)
     if kind.is_greedy:
         return jnp.argmax(choice_logits, axis=-1).astype(jnp.int32)
     return jax.vmap(jax.random.categorical)(keys, filtered_logits(choice_logits, kind, settings)).astype(jnp.int32)

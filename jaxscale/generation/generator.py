@@ -79,8 +79,10 @@ class Generator:
 
     def programs(self, kind: DrawKind) -> Programs:
         """Return the programs of the model. They call the layers one by one, unroll all layers, or loop over them."""
-        paths = self.split_paths if self.is_unrolled else ()
-        whole_programs = module_programs(self.graphdef, self.model, self.context, self.layout, self.dtype, kind, paths)
+        layer_paths = self.split_paths if self.is_unrolled else ()
+        whole_programs = module_programs(
+            self.graphdef, self.model, self.context, self.layout, self.dtype, kind, layer_paths
+        )
         if self.layered_module is None:
             return whole_programs
         layerwise_programs = layer_programs(self.layered_module, self.model, self.context, self.dtype, kind)
@@ -102,7 +104,7 @@ class Generator:
         prompts: Sequence[np.ndarray],
         copy_count: int,
         token_count: int,
-        sampling_and_choice_count: tuple[Sampling, int],
+        sampling_and_id_limit: tuple[Sampling, int],
     ) -> "Session":
         """Return a session that draws `token_count` tokens after each prompt, for `copy_count` rows of each prompt.
 
@@ -110,9 +112,9 @@ class Generator:
             prompts: int32 ids of each prompt.
             copy_count: number of rows that continue each prompt.
             token_count: number of tokens to draw.
-            sampling_and_choice_count: what to draw, and the exclusive upper limit of the drawn ids.
+            sampling_and_id_limit: what to draw, and the exclusive upper limit of the drawn ids.
         """
-        return Session(self, prompts, copy_count, token_count, sampling_and_choice_count)
+        return Session(self, prompts, copy_count, token_count, sampling_and_id_limit)
 
 
 class Session:
@@ -123,7 +125,7 @@ class Session:
         prompts: int32 ids of each prompt.
         copy_count: number of rows that continue each prompt.
         token_count: number of tokens to draw.
-        sampling_and_choice_count: what to draw, and the exclusive upper limit of the drawn ids.
+        sampling_and_id_limit: what to draw, and the exclusive upper limit of the drawn ids.
     """
 
     def __init__(
@@ -132,12 +134,12 @@ class Session:
         prompts: Sequence[np.ndarray],
         copy_count: int,
         token_count: int,
-        sampling_and_choice_count: tuple[Sampling, int],
+        sampling_and_id_limit: tuple[Sampling, int],
     ) -> None:
-        sampling, choice_count = sampling_and_choice_count
+        sampling, id_limit = sampling_and_id_limit
         self.generator, self.copy_count = generator, copy_count
         self.draw_settings, self.seed = settings_of(sampling), sampling.seed
-        self.kind = kind_of(sampling, choice_count)
+        self.kind = kind_of(sampling, id_limit)
         self.programs = generator.programs(self.kind)
         self.prompt_lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         longest_length = int(self.prompt_lengths.max())

@@ -145,11 +145,11 @@ def layer_programs(layered: LayeredModule, model: Any, context: Context, dtype: 
     @jax.jit
     def last_states_of(x: Any, last_states: Any, start: Any, lengths: Any) -> Any:
         """Return the state of each prompt's last token; `last_states` if the prompt ended in an earlier chunk."""
-        indices = jnp.clip(lengths - 1 - start, 0, x.shape[1] - 1)
-        chunk_states = jnp.take_along_axis(x, indices[:, None, None], 1)
+        last_token_indices = jnp.clip(lengths - 1 - start, 0, x.shape[1] - 1)
+        last_states_in_chunk = jnp.take_along_axis(x, last_token_indices[:, None, None], 1)
         if last_states is None:
-            return chunk_states
-        return jnp.where((lengths > start)[:, None, None], chunk_states, last_states)
+            return last_states_in_chunk
+        return jnp.where((lengths > start)[:, None, None], last_states_in_chunk, last_states)
 
     @functools.partial(jax.jit, static_argnames="copy_count")
     def draw_tokens(

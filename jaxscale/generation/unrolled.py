@@ -125,13 +125,16 @@ def _layer_views(array: Any) -> list[Any]:
     if not array.committed:  # JAX may still move such an array to any device
         return [jax.device_put(layer) for layer in np.asarray(array)]
     sharding = array.sharding
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
+    layer_sharding = (
+        jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
+        if isinstance(sharding, jax.sharding.NamedSharding)
+        else sharding
+    )
     shard_arrays_and_devices = [(np.asarray(shard.data), shard.device) for shard in array.addressable_shards]
     return [
         jax.make_array_from_single_device_arrays(
             array.shape[1:],
-            sharding,
+            layer_sharding,
             [jax.device_put(shard_array[layer_index], device) for shard_array, device in shard_arrays_and_devices],
         )
         for layer_index in range(array.shape[0])

@@ -37,7 +37,7 @@ COORDINATOR_PORTS = (8471, 8080, 61440)
 _LABEL = "metadata.labels['jobset.sigs.k8s.io/{}']"
 
 
-def jobset_text(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str | None) -> str:
+def jobset_text(cluster: Cluster, command: Sequence[str], run_dir: str, watchdog_timeouts_text: str | None) -> str:
     """Return the manifest as YAML; `jobset` describes the arguments."""
     import yaml
 
@@ -49,17 +49,21 @@ def jobset_text(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
     Dumper.add_representer(str, write_text)
-    return yaml.dump(jobset(cluster, command, run_dir, timeouts), Dumper=Dumper, sort_keys=False, width=120)
+    return yaml.dump(
+        jobset(cluster, command, run_dir, watchdog_timeouts_text), Dumper=Dumper, sort_keys=False, width=120
+    )
 
 
-def jobset(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str | None) -> dict[str, Any]:
+def jobset(
+    cluster: Cluster, command: Sequence[str], run_dir: str, watchdog_timeouts_text: str | None
+) -> dict[str, Any]:
     """Return the manifest of a run, as a dict.
 
     Args:
         cluster: a cluster whose scheduler is a `JobSet`.
         command: words of the train command, without the program.
         run_dir: directory of the run, either in a bucket or in the folder that all pods mount.
-        timeouts: text of the watchdogs' timeouts.
+        watchdog_timeouts_text: text of the watchdogs' timeouts.
 
     Raises:
         UserError: the pods could not reach the run's directory, or GKE has no nodes with the chip.
@@ -85,7 +89,7 @@ def jobset(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str
     container: dict[str, Any] = {
         "name": CONTAINER,
         "image": scheduler.image,
-        "command": ["bash", "-c", script, "bash", *watch_command(cluster, command, run_dir, timeouts)],
+        "command": ["bash", "-c", script, "bash", *watch_command(cluster, command, run_dir, watchdog_timeouts_text)],
         "env": _variable_entries(cluster, run_dir, name, host_count, platform.slices),
         "ports": [{"containerPort": port} for port in COORDINATOR_PORTS],
         "resources": {"limits": {"google.com/tpu" if is_tpu else "nvidia.com/gpu": chip_count}},

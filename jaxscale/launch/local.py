@@ -37,11 +37,13 @@ def launch_local(
         """Run one attempt; return its exit code, and whether the watchdog received a stop signal."""
         words = list(command) if elastic is None else with_fields(list(command), elastic.size.fields)
         attempt_process_count = process_count if elastic is None else len(elastic.slots)
-        watched = Watched(folder, attempt_process_count, attempt, timeouts)
-        watchdog = Watchdog(watched, words, host_variables(None, attempt_process_count, {**os.environ, **ALONE}))
+        watched_attempt = Watched(folder, attempt_process_count, attempt, timeouts)
+        watchdog = Watchdog(
+            watched_attempt, words, host_variables(None, attempt_process_count, {**os.environ, **ALONE})
+        )
         code = watchdog.run()
         if elastic is not None:
-            elastic.note(read_ending(watched))
+            elastic.note(read_ending(watched_attempt))
         return code, watchdog.was_interrupted
 
     return retry(folder, run, launch_name({}))

@@ -394,18 +394,22 @@ def _map_quantized(function: Any, state: Any, *trees: Any) -> Any:
 
 
 def _choose_maps(
-    abstract_state: Any, params: Params, states: str, policy: StatePolicy, fact_trees: Sequence[Params | None]
+    abstract_state: Any, params: Params, format_name: str, policy: StatePolicy, fact_trees: Sequence[Params | None]
 ) -> list[tuple[str, int] | None]:
     """Return (map name, block) for each leaf of a state; `None` for a leaf that stays float32.
 
-    `params`, `states` and `policy` are arguments of `quantize_state`; `fact_trees` are its `local`, `layers` and
-    `exact`.
+    `params`, `policy` and `format_name` (its `states`) are arguments of `quantize_state`; `fact_trees` are its `local`,
+    `layers` and `exact`.
     """
-    local, layers, exact = fact_trees
-    signed_map, unsigned_map, max_block = _FORMATS[states]
+    local_shape_tree, stacked_flag_tree, exact = fact_trees
+    signed_map, unsigned_map, max_block = _FORMATS[format_name]
     paths_and_params, treedef = jax.tree_util.tree_flatten_with_path(params)
-    shardings_or_shapes: list[Any] = [None] * len(paths_and_params) if local is None else treedef.flatten_up_to(local)
-    stacked_flags: list[Any] = [False] * len(paths_and_params) if layers is None else treedef.flatten_up_to(layers)
+    shardings_or_shapes: list[Any] = (
+        [None] * len(paths_and_params) if local_shape_tree is None else treedef.flatten_up_to(local_shape_tree)
+    )
+    stacked_flags: list[Any] = (
+        [False] * len(paths_and_params) if stacked_flag_tree is None else treedef.flatten_up_to(stacked_flag_tree)
+    )
     exact_flags: list[Any] = [False] * len(paths_and_params) if exact is None else treedef.flatten_up_to(exact)
     map_by_field = dict.fromkeys(policy.unsigned, unsigned_map) | dict.fromkeys(policy.signed, signed_map)
     # (shape, sharding or local shape, whether the first dim is layers, whether the state stays float32) of a parameter

@@ -141,7 +141,8 @@ class _Problem:
         has_passed_bytes: whether a stage passes on arrays of its input.
         gradient_bytes: for each entry of `edge_bytes`, the bytes of the array's gradient; 0 if the budget limits only
             kept bytes.
-        new_bytes: new_bytes[s][c - s - 1] are the bytes of the input of c that the input of s does not contain.
+        bytes_beyond_input_table: bytes_beyond_input_table[s][c - s - 1] are the bytes of the input of c that the input
+            of s does not contain.
         run_need_bytes: run_need_bytes[s][c - s - 1] are the bytes needed to run stages s..c-1 without keeping values.
             They include the output of stage c-1, but not the input of s or a gradient. 0 if the budget limits only kept
             bytes.
@@ -156,21 +157,24 @@ class _Problem:
         self.is_uniform = len(set(stages)) == 1 and input_bytes == stages[0].output_bytes
         self.has_passed_bytes = any(stage.passed_bytes for stage in stages)
         self.gradient_bytes = self.edge_bytes if bound == "alive" else [0] * len(self.edge_bytes)
-        self.new_bytes: list[list[int]] = []
+        self.bytes_beyond_input_table: list[list[int]] = []
         self.run_need_bytes: list[list[int]] = []
         for start in range(self.stage_count if not self.is_uniform else 1):
-            new_bytes_row, need_bytes_row, passed_bytes, run_bytes, new_bytes = [], [], math.inf, 0, 0
+            bytes_beyond_input_row, need_bytes_row, passed_bytes = [], [], math.inf
+            run_peak_bytes, bytes_beyond_input = 0, 0
             for index in range(start, self.stage_count):
                 stage = stages[index]
                 passed_bytes = min(passed_bytes, stage.passed_bytes)
-                run_bytes = max(run_bytes, new_bytes + stage.output_bytes - stage.passed_bytes + stage.working_bytes)
-                new_bytes = stage.output_bytes - int(passed_bytes)
-                new_bytes_row.append(new_bytes)
-                need_bytes_row.append(run_bytes if bound == "alive" else 0)
-            self.new_bytes.append(new_bytes_row)
+                run_peak_bytes = max(
+                    run_peak_bytes, bytes_beyond_input + stage.output_bytes - stage.passed_bytes + stage.working_bytes
+                )
+                bytes_beyond_input = stage.output_bytes - int(passed_bytes)
+                bytes_beyond_input_row.append(bytes_beyond_input)
+                need_bytes_row.append(run_peak_bytes if bound == "alive" else 0)
+            self.bytes_beyond_input_table.append(bytes_beyond_input_row)
             self.run_need_bytes.append(need_bytes_row)
         if self.is_uniform:
-            self.new_bytes *= self.stage_count
+            self.bytes_beyond_input_table *= self.stage_count
             self.run_need_bytes *= self.stage_count
 
     def limited_bytes(self, cost: ChainCost) -> int:
@@ -179,7 +183,7 @@ class _Problem:
 
     def saved_bytes(self, index: int, option: int) -> int:
         """Return the bytes that stage `index` keeps for its backward pass: with its output, without its input."""
-        return self.stages[index].options[option].kept_bytes + self.new_bytes[index][0]
+        return self.stages[index].options[option].kept_bytes + self.bytes_beyond_input_table[index][0]
 
     def save_need_bytes(self, index: int, option: int, last: int) -> int:
         """Return the bytes that stages index..last need, without their input, while stage `index` runs and is saved."""
@@ -217,9 +221,9 @@ class _Problem:
             later_bytes = self.saved_bytes(first, option) + self._least_bytes_of(first + 1, last) if first < last else 0
             yield max(self.save_need_bytes(first, option, last), later_bytes), -1 - option
         for cut in range(first + 1, last + 1):
-            run_bytes = self.gradient_bytes[last + 1] + self.run_need_bytes[first][cut - first - 1]
-            later_bytes = self.new_bytes[first][cut - first - 1] + self._least_bytes_of(cut, last)
-            yield max(run_bytes, later_bytes, self._least_bytes_of(first, cut - 1)), cut
+            run_peak_bytes = self.gradient_bytes[last + 1] + self.run_need_bytes[first][cut - first - 1]
+            later_bytes = self.bytes_beyond_input_table[first][cut - first - 1] + self._least_bytes_of(cut, last)
+            yield max(run_peak_bytes, later_bytes, self._least_bytes_of(first, cut - 1)), cut
 
     def least_nodes(self, first: int, last: int) -> Nodes:
         """Return the plan of stages first..last that needs the least memory."""
@@ -259,7 +263,7 @@ class _Problem:
             for index, stage in enumerate(self.stages)
             for option in range(len(stage.options))
         }
-        distinct_byte_counts.update(byte_count for row in self.new_bytes for byte_count in row)
+        distinct_byte_counts.update(byte_count for row in self.bytes_beyond_input_table for byte_count in row)
         kept_byte_counts = np.array(sorted(distinct_byte_counts), dtype=np.float64)
         unit_bytes = math.gcd(*(int(byte_count) for byte_count in kept_byte_counts)) or 1
         least_slot_count = 4 * target_slot_count if self.is_uniform else target_slot_count
@@ -305,13 +309,14 @@ class _Table:
     Attributes:
         problem, grid: the arguments.
         is_exact: whether the table's plans are certain to be the fastest.
-        new_slot_counts: the bytes in `problem.new_bytes` as numbers of slots; only the first row for identical stages.
+        new_slot_counts: the bytes in `problem.bytes_beyond_input_table` as numbers of slots; only the first row for
+            identical stages.
         _rows: _rows[s][t - s] is C(s, t, :), a float array of shape (slots,); only _rows[0] for identical stages.
     """
 
     def __init__(self, problem: _Problem, grid: _Grid) -> None:
         self.problem, self.grid, self.is_exact = problem, grid, grid.is_exact
-        byte_rows = problem.new_bytes[: 1 if problem.is_uniform else None]
+        byte_rows = problem.bytes_beyond_input_table[: 1 if problem.is_uniform else None]
         self.new_slot_counts = [[grid.slot_count_of(byte_count) for byte_count in row] for row in byte_rows]
         if problem.is_uniform:
             self._fill_uniform()

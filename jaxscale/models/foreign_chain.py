@@ -57,8 +57,8 @@ def run_chain(forward: Callable[..., Any], module: nnx.Module, batch: Any, paths
         )
     signatures: list[_Signature] = []
 
-    def make_wrapper(path: str) -> BlockWrapper:
-        """Return the wrapper that turns a call of the block at `path` into one named equation."""
+    def make_wrapper(block_path: str) -> BlockWrapper:
+        """Return the wrapper that turns a call of the block at `block_path` into one named equation."""
 
         def wrap(block: PureBlock) -> PureBlock:
             def run(params: Any, state: Any, arrays: Any) -> Any:
@@ -73,8 +73,10 @@ def run_chain(forward: Callable[..., Any], module: nnx.Module, batch: Any, paths
                     if is_linen
                     else ("/".join(map(str, param_path[1:])) for param_path, _ in nnx.to_flat_state(params))
                 )
-                array_paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(arrays)]
-                signatures.append(_Signature(path, param_names, len(jax.tree.leaves(state)), tuple(array_paths)))
+                array_paths = [
+                    jax.tree_util.keystr(key_path) for key_path, _ in jax.tree_util.tree_leaves_with_path(arrays)
+                ]
+                signatures.append(_Signature(block_path, param_names, len(jax.tree.leaves(state)), tuple(array_paths)))
                 output, new_state = jax.jit(run)(params, state, arrays)
                 signatures[index] = dataclasses.replace(signatures[index], result_count=len(jax.tree.leaves(output)))
                 return output, new_state
@@ -96,12 +98,13 @@ def run_chain(forward: Callable[..., Any], module: nnx.Module, batch: Any, paths
             output_count = len(jax.tree.leaves(abstract_output))
             if blocks.stage_view() is None:
                 chain = _Chain.of(program.jaxpr, signatures, paths, len(program.jaxpr.outvars))
-                outputs = chain.run(input_values)
-                new_state = jax.tree.unflatten(jax.tree.structure(abstract_state), outputs[output_count:])
+                result_leaves = chain.run(input_values)
+                output_leaves, state_leaves = result_leaves[:output_count], result_leaves[output_count:]
+                new_state = jax.tree.unflatten(jax.tree.structure(abstract_state), state_leaves)
             else:
                 chain = _Chain.of(program.jaxpr, signatures, paths, output_count)
-                outputs, new_state = chain.run_stages(input_values), state
-            return jax.tree.unflatten(jax.tree.structure(abstract_output), outputs[:output_count]), new_state
+                output_leaves, new_state = chain.run_stages(input_values), state
+            return jax.tree.unflatten(jax.tree.structure(abstract_output), output_leaves), new_state
 
         return run
 

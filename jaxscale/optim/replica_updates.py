@@ -73,8 +73,9 @@ def over_replicas(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OverReplicasState]:
         """Return the updates, equal on all replicas, for this replica's gradients `updates`, and the new state."""
-        message_tree, norm, is_frozen = messages(updates, state.rule)
-        is_finite = jnp.isfinite(lax.psum(norm, axis))  # one replica's NaN would stay in the residuals of the others
+        message_tree, gradient_norm, is_frozen = messages(updates, state.rule)
+        # one replica's NaN would stay in the residuals of the others
+        is_finite = jnp.isfinite(lax.psum(gradient_norm, axis))
         update_count, treedef = messages.count(state.rule), jax.tree.structure(updates)
         means, new_codec_states = [], []
         param_infos, leaf_messages = param_infos_of(leaves, updates), jax.tree.leaves(message_tree)

@@ -299,15 +299,15 @@ def _in_one_stack(tree: PyTree[Part], is_layered: Callable[[Part], bool]) -> PyT
     first_layers_by_name: dict[str, set[int]] = collections.defaultdict(set)
     for part in parts:
         if part.layer_dim is None:
-            name, first_layer = in_one_stack(part.names[0])
-            first_layers_by_name[name].add(first_layer)
+            ungrouped_name, first_layer = in_one_stack(part.names[0])
+            first_layers_by_name[ungrouped_name].add(first_layer)
 
     def shared_part(part: Part) -> Part:
-        name, first_layer = in_one_stack(part.names[0])
-        if part.layer_dim is not None or len(first_layers_by_name[name]) == 1:
+        ungrouped_name, first_layer = in_one_stack(part.names[0])
+        if part.layer_dim is not None or len(first_layers_by_name[ungrouped_name]) == 1:
             return part
         group_rows = (first_layer, first_layer + part.shape[0]) if is_layered(part) else None
-        return dataclasses.replace(part, names=(name,), group_rows=group_rows)
+        return dataclasses.replace(part, names=(ungrouped_name,), group_rows=group_rows)
 
     return jax.tree.unflatten(treedef, [shared_part(part) for part in parts])
 

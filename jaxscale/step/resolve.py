@@ -83,11 +83,11 @@ def with_scans(experiment: Experiment) -> Experiment:
 
     If the module cannot be traced, the experiment is returned unchanged, and the trace of the step reports the error.
     """
-    model_with_scans = getattr(experiment.model, "with_scans", None)
-    if model_with_scans is None or experiment.data is None:
+    with_scans_method = getattr(experiment.model, "with_scans", None)
+    if with_scans_method is None or experiment.data is None:
         return experiment
     try:
-        model = model_with_scans(batch_shapes(experiment))
+        model = with_scans_method(batch_shapes(experiment))
     except Exception:  # an error of the user's module, which the trace of the step reports with its line
         return experiment
     return experiment if model is experiment.model else dataclasses.replace(experiment, model=model)

@@ -141,8 +141,8 @@ def continuations(
     """
     prompts = (prompt,) if isinstance(prompt, str) else tuple(prompt)
     ids_by_prompt = _encoded_prompts(generator, tokenizer, prompts, sampling, encode)
-    burst = _BURST if sampling.stop else None
-    decoding = Decoding(generator, ids_by_prompt, sampling, choice_count=tokenizer.size, burst=burst)
+    tokens_per_yield = _BURST if sampling.stop else None
+    decoding = Decoding(generator, ids_by_prompt, sampling, id_limit=tokenizer.size, tokens_per_yield=tokens_per_yield)
     streams = [TextStream(tokenizer, sampling.stop) for _ in decoding.rows]
     for ids_by_row in decoding:
         if sampling.stop:
@@ -168,7 +168,7 @@ def stream_text(
     if sampling.samples > 1 or not isinstance(prompt, str):
         raise UserError("stream: got several continuations, expected one prompt and one sample; call generate for more")
     ids_by_prompt = _encoded_prompts(generator, tokenizer, (prompt,), sampling, encode)
-    decoding = Decoding(generator, ids_by_prompt, sampling, choice_count=tokenizer.size, burst=1)
+    decoding = Decoding(generator, ids_by_prompt, sampling, id_limit=tokenizer.size, tokens_per_yield=1)
 
     def pieces() -> Iterator[str]:
         text_stream = TextStream(tokenizer, sampling.stop)
@@ -207,7 +207,7 @@ def draw_samples(
 
 
 def decode(
-    generator: Any, ids_by_prompt: Sequence[np.ndarray], sampling: Sampling, *, choice_count: int | None = None
+    generator: Any, ids_by_prompt: Sequence[np.ndarray], sampling: Sampling, *, id_limit: int | None = None
 ) -> list[np.ndarray]:
     """Draw tokens after each prompt.
 
@@ -215,13 +215,13 @@ def decode(
         generator: the model and its parameters (`generation.generator.Generator`).
         ids_by_prompt: int32 ids [length] of each prompt; lengths may differ, and are at least 1.
         sampling: what to draw; its stop texts are not used.
-        choice_count: exclusive upper limit of the drawn ids; by default, the model's vocabulary size.
+        id_limit: exclusive upper limit of the drawn ids; by default, the model's vocabulary size.
 
     Returns:
         For each sample of each prompt, the int32 ids that were drawn after it: `sampling.tokens` ids, or fewer up to a
         stop id.
     """
-    decoding = Decoding(generator, ids_by_prompt, sampling, choice_count=choice_count)
+    decoding = Decoding(generator, ids_by_prompt, sampling, id_limit=id_limit)
     for _ in decoding:
         pass
     return [row.drawn_ids for row in decoding.rows]

@@ -98,7 +98,7 @@ def test_draws_follow_the_distribution_and_the_seed(module):
 
 
 def test_only_tokens_that_can_be_read_are_drawn(module):
-    drawn = decode(Generator(module, MODEL), [np.array([1])] * 64, Sampling(5, temperature=5.0), choice_count=7)
+    drawn = decode(Generator(module, MODEL), [np.array([1])] * 64, Sampling(5, temperature=5.0), id_limit=7)
     assert max(row.max() for row in drawn) == 6
 
 

@@ -52,10 +52,8 @@ class Halves(NamedTuple):
         crossings: the `Crossing` of each value that crosses from the first half to the second.
         is_read_by_first: for each input, whether the first half reads it.
         is_read_by_second: for each input, whether the second half reads it.
-        run_first: function from the inputs to (outputs, crossing values); it returns `None` for an output that the
-            second half computes.
-        run_second: function from the inputs and the crossing values to the outputs; it returns `None` for an output
-            that the first half computes.
+        run_first: maps the inputs to (outputs, crossing values). Outputs that the second half computes are `None`.
+        run_second: maps (inputs, crossing values) to the outputs. Outputs that the first half computes are `None`.
     """
 
     crossings: tuple[Crossing, ...]
@@ -342,17 +340,14 @@ def _divide_scan(step: Step, first_flags: Flags, second_flags: Flags, unready_fl
 
 
 def _divide_cond(step: Step, first_flags: Flags, second_flags: Flags, unready_flags: Flags) -> Halves | None:
-    """Divide a `cond` into two `cond`s with the same index. Crossing values of different branches share slots.
-
-    Return `None` if the branches are for different platforms, because such a `cond` is not divided.
-    """
+    """Divide a `cond` into two with the same index. Return `None` if the branches are for different platforms."""
     params = step.eqn.params
     if params.get("branches_platforms") is not None:
         return None
     branch_halves = [
         program_halves(branch, first_flags, second_flags, None, unready_flags[1:]) for branch in params["branches"]
     ]
-    crossings: list[Crossing] = []  # one for each slot
+    crossings: list[Crossing] = []  # one for each slot; crossing values of different branches share slots
     slots_by_branch = []  # for each branch, the slot of each of its crossing values
     for halves in branch_halves:
         unused_slots = list(range(len(crossings)))
@@ -374,9 +369,12 @@ def _divide_cond(step: Step, first_flags: Flags, second_flags: Flags, unready_fl
         """Run the first `cond`, and return its outputs and the values that cross."""
 
         def run_branch(halves: Halves, slots: list[int], values: list[Any]) -> tuple[list[Any], list[Any]]:
-            """Run the first half of one branch, and return its outputs and an array for every slot."""
+            """Run the first half of one branch.
+
+            Return its outputs and its crossing values by slot, with zeros in the slots of other branches.
+            """
             outputs, crossing_values = halves.run_first(values)
-            value_of_slot = dict(zip(slots, crossing_values, strict=True))  # the slots of other branches get zeros
+            value_of_slot = dict(zip(slots, crossing_values, strict=True))
             slot_arrays = [
                 value_of_slot[slot] if slot in value_of_slot else jnp.zeros(*crossing[:2])
                 for slot, crossing in enumerate(crossings)
@@ -428,7 +426,9 @@ def _divide_checkpoint(step: Step, first_flags: Flags, second_flags: Flags, unre
     return halves._replace(run_first=run_first, run_second=run_second)
 
 
-def _divide_barrier(step: Step, first_flags: Flags, second_flags: Flags, unready_flags: Flags) -> Halves:
+def _divide_barrier(
+    step: Step, first_output_flags: Flags, second_output_flags: Flags, unready_input_flags: Flags
+) -> Halves:
     """Divide an optimization barrier into two barriers, each for the values of one half."""
 
     def barrier(operands: Sequence[Any], flags: Flags) -> list[Any]:
@@ -438,10 +438,10 @@ def _divide_barrier(step: Step, first_flags: Flags, second_flags: Flags, unready
 
     return Halves(
         crossings=(),
-        is_read_by_first=tuple(first_flags),
-        is_read_by_second=tuple(second_flags),
-        run_first=lambda operands: (barrier(operands, first_flags), []),
-        run_second=lambda operands, _: barrier(operands, second_flags),
+        is_read_by_first=tuple(first_output_flags),
+        is_read_by_second=tuple(second_output_flags),
+        run_first=lambda operands: (barrier(operands, first_output_flags), []),
+        run_second=lambda operands, _: barrier(operands, second_output_flags),
     )
 
 

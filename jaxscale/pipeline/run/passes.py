@@ -127,8 +127,8 @@ class FromResiduals:
     Args:
         stage: the stage function.
         vary: function that marks the cotangent of the objective as varying.
-        context: a sample context: arrays or tracers with the shapes of later contexts.
-        x: a sample of the stage's input.
+        sample_context: a sample context: arrays or tracers with the shapes of later contexts.
+        sample_x: a sample of the stage's input.
         is_split: whether to build the backward in two halves.
         hosted_names: names (`checkpoint_name`) of residuals that are in host memory between forward and backward.
 
@@ -142,8 +142,8 @@ class FromResiduals:
         self,
         stage: StageFunction,
         vary: Vary,
-        context: StageContext,
-        x: Any,
+        sample_context: StageContext,
+        sample_x: Any,
         *,
         is_split: bool,
         hosted_names: Collection[str] = (),
@@ -159,15 +159,15 @@ class FromResiduals:
             # a vjp function is a tree whose leaves are its residuals
             return jax.vjp(run_stage, context.weights, context.shared, x, has_aux=True)
 
-        self._vary, self._key = vary, context.key
-        self._program, abstract_results = jax.make_jaxpr(forward, return_shape=True)(context, x)
+        self._vary, self._key = vary, sample_context.key
+        self._program, abstract_results = jax.make_jaxpr(forward, return_shape=True)(sample_context, sample_x)
         ((self._abstract_y, self._abstract_objective), vjp_function, _) = abstract_results
         self._results_structure = jax.tree.structure(abstract_results)
         abstract_residuals, self._vjp_structure = jax.tree.flatten(vjp_function)
         output_count = jax.tree.structure(abstract_results[0]).num_leaves
         # the positions of the residuals among the outputs of the program
         self._residual_span = slice(output_count, output_count + len(abstract_residuals))
-        self._classify(context)
+        self._classify(sample_context)
         self.stash_shapes: tuple[Any, ...] = tuple(
             jax.eval_shape(_key_data, abstract_array) if _is_key(abstract_array) else abstract_array
             for abstract_array in (abstract_residuals[index] for index in self._stash_indices)
@@ -180,7 +180,9 @@ class FromResiduals:
         self._division = None
         if is_split:
             stash = [vary(zeros(abstract_array)) for abstract_array in self.stash_shapes]
-            self._division = divide(self._gradients_by_half, context, stash, x, is_kept=(True, True, False))
+            self._division = divide(
+                self._gradients_by_half, sample_context, stash, sample_x, is_kept=(True, True, False)
+            )
         self.cut_shapes: tuple[Any, ...] = self._division.crossing_shapes if self._division else ()
 
     def _classify(self, context: StageContext) -> None:

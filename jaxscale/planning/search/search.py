@@ -210,9 +210,9 @@ class Search:
         assert layout.mesh is not None
         if not costs.suits(variant.memory):
             return None
-        kept = costs.kept(variant.memory, costs.batch / layout.mesh.batch_shards / layout.microbatches)
-        byte_count = sum_of_kinds(bytes_by_kind(layout, variant, kept, costs))
-        return RankedPlan(layout, variant, kept, costs, self._rated_platform, byte_count)
+        rule_costs = costs.kept(variant.memory, costs.batch / layout.mesh.batch_shards / layout.microbatches)
+        byte_count = sum_of_kinds(bytes_by_kind(layout, variant, rule_costs, costs))
+        return RankedPlan(layout, variant, rule_costs, costs, self._rated_platform, byte_count)
 
     def _with_budget(self, candidates: list[RankedPlan], limit: int) -> list[RankedPlan]:
         """Drop dominated candidates, and add one whose memory rule has a budget that uses up the limit.
@@ -247,7 +247,7 @@ class Search:
             return undominated_candidates
         larger_plan, smaller_plan = surrounding_pair
         interpolation_weight = (TARGET_SHARE * limit - smaller_plan.bytes) / (larger_plan.bytes - smaller_plan.bytes)
-        kept = Kept(
+        rule_costs = Kept(
             *(
                 smaller_figure + interpolation_weight * (larger_figure - smaller_figure)
                 for larger_figure, smaller_figure in zip(
@@ -256,7 +256,7 @@ class Search:
             )
         )
         memory = MemoryPlan(
-            larger_plan.costs.budget_rule, budget=rounded_down_bytes(kept.kept_bytes / larger_plan.stage_count)
+            larger_plan.costs.budget_rule, budget=rounded_down_bytes(rule_costs.kept_bytes / larger_plan.stage_count)
         )
         variant = dataclasses.replace(larger_plan.variant, memory=memory)
         return [
@@ -264,7 +264,7 @@ class Search:
             RankedPlan(
                 larger_plan.layout,
                 variant,
-                kept,
+                rule_costs,
                 larger_plan.costs,
                 larger_plan.platform,
                 TARGET_SHARE * limit,
@@ -365,9 +365,9 @@ class Search:
             try:
                 seconds = candidate.seconds
                 if plan.memory.budget is not None:
-                    kept = candidate.costs.kept(plan.memory, candidate.microbatch_rows)
+                    rule_costs = candidate.costs.kept(plan.memory, candidate.microbatch_rows)
                     variant = Variant.of(plan)
-                    seconds = step_seconds(candidate.layout, variant, kept, candidate.costs, candidate.platform)
+                    seconds = step_seconds(candidate.layout, variant, rule_costs, candidate.costs, candidate.platform)
                 step_estimate = estimate(self.experiment, self.platform, plan)
             except UserError as error:
                 self.refusal_by_kind.setdefault(str(candidate.kind), str(error))

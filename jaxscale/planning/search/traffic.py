@@ -158,34 +158,34 @@ def _other_gradient_reductions(step: StepTraffic, element_count: float) -> Itera
     microbatch_count = step.microbatch_count
     nbytes, other_axes = step.gradient_element_bytes * element_count, step.other_axes
     # GPU and TPU compilers move the all-reduce of a sum over microbatches behind the loop; on TPU, it is in float32
-    late_count = microbatch_count if step.chip_kind == "cpu" else 1
+    reductions_per_step = microbatch_count if step.chip_kind == "cpu" else 1
     late_bytes = 4 * element_count if step.chip_kind == "tpu" and microbatch_count > 1 else nbytes
     if step.zero >= 2:
         yield Transfer("reduce-scatter", ("fsdp",), nbytes, microbatch_count, "gradients", "backward")
         late_bytes /= step.mesh.fsdp
-        yield Transfer("all-reduce", other_axes, late_bytes, late_count, "gradients", "backward")
+        yield Transfer("all-reduce", other_axes, late_bytes, reductions_per_step, "gradients", "backward")
     elif step.zero == 1:
-        is_whole = bool(other_axes) or (step.sizes.is_tied and step.chip_kind == "gpu")
-        kind = "all-reduce" if is_whole else "reduce-scatter"  # an update reads a shard
+        is_reduced_whole = bool(other_axes) or (step.sizes.is_tied and step.chip_kind == "gpu")
+        kind = "all-reduce" if is_reduced_whole else "reduce-scatter"  # an update reads a shard
         yield Transfer(kind, step.batch_axes, nbytes, microbatch_count, "gradients", "backward")
     else:
-        yield Transfer("all-reduce", step.batch_axes, late_bytes, late_count, "gradients", "backward")
+        yield Transfer("all-reduce", step.batch_axes, late_bytes, reductions_per_step, "gradients", "backward")
 
 
 def _table_gradient_reductions(step: StepTraffic) -> Iterator[Transfer]:
     """Yield the gradient reductions for tables, which are weights that are read by index."""
     table_elements, microbatch_count = step.sizes.table_elements, step.microbatch_count
     other_axes, tensor_size = step.other_axes, step.mesh.tensor
-    late_count = microbatch_count if step.chip_kind == "cpu" else 1
+    reductions_per_step = microbatch_count if step.chip_kind == "cpu" else 1
     element_bytes = (
         4
         if step.chip_kind == "gpu" or (step.chip_kind == "tpu" and step.zero and not other_axes)
         else step.gradient_element_bytes
     )
     if step.has_sparse_lookups and step.zero >= 2:  # the gradients of the rows that were read are gathered
-        element_bytes = 4 if step.chip_kind == "gpu" else step.gradient_element_bytes
-        shard_bytes = element_bytes * table_elements / step.mesh.fsdp
-        yield Transfer("all-reduce", other_axes, shard_bytes, late_count, "gradients", "backward")
+        reduced_element_bytes = 4 if step.chip_kind == "gpu" else step.gradient_element_bytes
+        shard_bytes = reduced_element_bytes * table_elements / step.mesh.fsdp
+        yield Transfer("all-reduce", other_axes, shard_bytes, reductions_per_step, "gradients", "backward")
         return
     if step.has_whole_tables:
         nbytes = (4 if step.chip_kind == "gpu" else step.gradient_element_bytes) * table_elements * tensor_size
@@ -196,8 +196,10 @@ def _table_gradient_reductions(step: StepTraffic) -> Iterator[Transfer]:
             yield Transfer(kind, axes, nbytes, microbatch_count, "gradients", "backward")
             return
         yield Transfer("reduce-scatter", ("tensor",), nbytes, microbatch_count, "gradients", "backward")
-    is_whole = step.mesh.sequence > 1 if step.chip_kind == "gpu" else step.chip_kind == "tpu" and bool(other_axes)
-    if step.zero >= 2 and not is_whole:
+    is_reduced_whole = (
+        step.mesh.sequence > 1 if step.chip_kind == "gpu" else step.chip_kind == "tpu" and bool(other_axes)
+    )
+    if step.zero >= 2 and not is_reduced_whole:
         yield Transfer(
             "reduce-scatter", ("fsdp",), element_bytes * table_elements, microbatch_count, "gradients", "backward"
         )
@@ -205,19 +207,24 @@ def _table_gradient_reductions(step: StepTraffic) -> Iterator[Transfer]:
             "all-reduce",
             other_axes,
             element_bytes * table_elements / step.mesh.fsdp,
-            late_count,
+            reductions_per_step,
             "gradients",
             "backward",
         )
     elif step.zero:
         is_scattered = step.has_sparse_lookups and not step.sizes.is_tied
-        is_reduced = (step.chip_kind == "gpu" and not is_scattered) or is_whole or bool(other_axes)
+        is_reduced = (step.chip_kind == "gpu" and not is_scattered) or is_reduced_whole or bool(other_axes)
         kind = "all-reduce" if is_reduced else "reduce-scatter"
         yield Transfer(kind, step.batch_axes, element_bytes * table_elements, microbatch_count, "gradients", "backward")
     else:
-        element_bytes = 4 if step.chip_kind == "tpu" and microbatch_count > 1 else element_bytes
+        reduced_element_bytes = 4 if step.chip_kind == "tpu" and microbatch_count > 1 else element_bytes
         yield Transfer(
-            "all-reduce", step.batch_axes, element_bytes * table_elements, late_count, "gradients", "backward"
+            "all-reduce",
+            step.batch_axes,
+            reduced_element_bytes * table_elements,
+            reductions_per_step,
+            "gradients",
+            "backward",
         )
 
 
