@@ -1,7 +1,7 @@
 """Keep the memory that the CPU backend frees in the process, because the next step allocates the same buffers again.
 
 By default, glibc returns large buffers to the kernel, which must clear every page again in the next step. The 8 layers
-of `small_vocab` in `experiments/benchmarks/plan_order.py` had 51,000 page faults per step, which took 30 % of its time.
+of `small_vocab` in `experiments/benchmarks/plan_order.py` had 51,000 page faults per step, 30 % of its processor time.
 Threads other than the first one have arenas (glibc's memory pools) of their own, which are returned when they are empty
 and cannot hold buffers of more than 64 MiB. Therefore, all threads that start after the call share one arena.
 

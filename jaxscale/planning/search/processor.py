@@ -49,7 +49,7 @@ def memory_seconds(kept_bytes: float, loss_bytes: float, chunk_share: float, mic
 
     Args:
         kept_bytes: bytes of the activations that a microbatch keeps for its backward pass.
-        loss_bytes: bytes of the logits of a microbatch and of their gradient.
+        loss_bytes: bytes of the logits of a microbatch, and of their gradient if both are alive at once.
         chunk_share: share of a microbatch's logits that one chunk of the loss computes at a time.
         microbatch_count: number of microbatches in a step.
 

@@ -182,8 +182,10 @@ def _processor_memory_seconds(
     mesh = layout.mesh
     assert mesh is not None
     scale = costs.batch / mesh.batch_shards / layout.microbatches / costs.rows
-    chunk_share = 1.0 if variant.loss_chunk is None else min(1.0, variant.loss_chunk / costs.positions)
-    return memory_seconds(kept.kept_bytes / mesh.pipe, scale * costs.loss_bytes, chunk_share, layout.microbatches)
+    loss_bytes, chunk_share = scale * costs.loss_bytes, 1.0
+    if variant.loss_chunk is not None:  # a chunk's gradient takes the place of its logits
+        loss_bytes, chunk_share = loss_bytes / 2, min(1.0, variant.loss_chunk / costs.positions)
+    return memory_seconds(kept.kept_bytes / mesh.pipe, loss_bytes, chunk_share, layout.microbatches)
 
 
 def head_passes(variant: Variant) -> int:
