@@ -5,7 +5,7 @@ is reported before JAX is imported.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 MAX_MESSAGE_CHARACTERS = 4000
 """Longest message of a `UserError`; the value that a user gives may have millions of characters."""
@@ -127,6 +127,39 @@ def abbreviates(word: str, known_word: str) -> bool:
     parts = known_word.lstrip("-").rpartition(".")[2].replace("-", "_").split("_")
     last_part = word.lstrip("-").rpartition(".")[2]
     return len(parts) > 1 and last_part in ("".join(part[:1] for part in parts), parts[-1])
+
+
+def near_argument(name: str, argument_names: Collection[str]) -> str:
+    """Return a suggestion to append to an error about an unknown argument; "" if no argument is similar.
+
+    Names that other frameworks use for an argument count as similar.
+
+    Example:
+        >>> near_argument("lr", ["steps", "learning_rate"]), near_argument("batch_size", ["batch"])
+        ("; did you mean 'learning_rate'?", "; did you mean 'batch'?")
+    """
+    argument_name, addition = _ARGUMENT_BY_OTHER_NAME.get(name, ("", ""))
+    if argument_name in argument_names:
+        return f"; did you mean {argument_name!r}{addition}?"
+    return near_miss(name, argument_names)
+
+
+_ARGUMENT_BY_OTHER_NAME = {
+    "lr": ("learning_rate", ""),
+    "lr_schedule": ("schedule", ""),
+    "betas": ("b1", " and 'b2'"),
+    "grad_clip": ("clip", ""),
+    "max_grad_norm": ("clip", ""),
+    "warmup_steps": ("warmup", ""),
+    "epochs": ("steps", ", the number of rows times the epochs divided by batch"),
+    "max_steps": ("steps", ""),
+    "batch_size": ("batch", ""),
+    "train_data": ("data", ""),
+    "eval_data": ("held_out", ", a dict of sets by name"),
+    "loss": ("score", ""),
+    "loss_fn": ("score", ""),
+}
+"""(argument, text to append to the suggestion), by the name that other frameworks use for the argument."""
 
 
 def unknown(kind: str, word: str, known: Iterable[str]) -> UserError:

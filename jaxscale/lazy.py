@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from jaxscale.errors import UserError, near_miss
+from jaxscale.errors import UserError, near_argument, near_miss
 
 
 def lazy_names(package: str, module_by_name: Mapping[str, str], packages: Collection[str] = ()) -> Callable[[str], Any]:
@@ -63,7 +63,7 @@ def suggest_arguments(cls: type) -> None:
             if not unknown_names:
                 raise
             name = unknown_names[0]
-            hint = near_miss(name, parameter_names) or f"; there are {', '.join(parameter_names)}"
+            hint = near_argument(name, parameter_names) or f"; there are {', '.join(parameter_names)}"
             raise UserError(f"{cls.__name__} has no argument {name!r}{hint}") from None
 
     suggesting_init.suggests_arguments = True  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@
 
 A case is one value of each factor: a model, a platform, a mesh, a ZeRO stage, a number of microbatches, a memory rule
 and a number format. The cases are chosen greedily: each is the valid one, out of `CANDIDATES` drawn at random, that
-covers the most pairs of values that no earlier case has. There are three designs:
+covers the most pairs of values that no earlier case has. There are four designs:
 
 small   models of 2 to 6 layers, most of whose steps need less than 1 GiB.
 sized   models from ResNet-50 to 3 billion parameters. A candidate counts if its estimate is between `LEAST_BYTES` and

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from jaxscale.errors import near_miss
+from jaxscale.errors import near_argument, near_miss
 from jaxscale.values.type_names import public_class
 
 PACKAGE_FOLDERS = tuple(
@@ -117,13 +117,7 @@ def advice_on(error: BaseException, frame: FrameType | None = None) -> str:
     if isinstance(error, ModuleNotFoundError):
         return "; install it, or put its file beside this one"
     if isinstance(error, TypeError) and (match := _UNEXPECTED_ARGUMENT.search(str(error))):
-        field_by_name = getattr(public_class(match[1]), "__dataclass_fields__", {})
-        field_name, addition = _FIELD_BY_OTHER_NAME.get(match[2], ("", ""))
-        return (
-            f"; did you mean {field_name!r}{addition}?"
-            if field_name in field_by_name
-            else near_miss(match[2], field_by_name)
-        )
+        return near_argument(match[2], getattr(public_class(match[1]), "__dataclass_fields__", {}))
     if "subdtype of <class 'numpy.integer'>" in str(error):
         return "; labels are whole numbers: give them as y.astype('int32')"
     if "assigned to static attribute" in str(error):
@@ -139,22 +133,6 @@ def advice_on(error: BaseException, frame: FrameType | None = None) -> str:
     return ""
 
 
-_FIELD_BY_OTHER_NAME = {
-    "lr": ("learning_rate", ""),
-    "lr_schedule": ("schedule", ""),
-    "betas": ("b1", " and 'b2'"),
-    "grad_clip": ("clip", ""),
-    "max_grad_norm": ("clip", ""),
-    "warmup_steps": ("warmup", ""),
-    "epochs": ("steps", ", the number of rows times the epochs divided by batch"),
-    "max_steps": ("steps", ""),
-    "batch_size": ("batch", ""),
-    "train_data": ("data", ""),
-    "eval_data": ("held_out", ", a dict of sets by name"),
-    "loss": ("score", ""),
-    "loss_fn": ("score", ""),
-}
-"""(field, text to append to the suggestion), by the name that other frameworks use for the field."""
 _UNEXPECTED_ARGUMENT = re.compile(r"^(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
 
