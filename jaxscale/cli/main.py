@@ -1,10 +1,10 @@
 """Run a command line, and return its exit code.
 
 The exit code is 0 on success, 1 if the doctor reports a missing item, 2 after a user's mistake, which a message
-reports, and 3 if the step does not fit. It is 4 if the loss diverged, 7 if a step never ends, 75 if the run was
-interrupted and has a checkpoint, 130 if it was interrupted with nothing to save, and 141 if the reader of the output,
-such as `head`, ended first. Any other error is a crash with exit code 1. A crash in the user's code prints a report;
-any other crash prints a traceback.
+reports, and 3 if the step does not fit. It is 4 if the loss diverged, 5 if `launch` gave up, 6 if too many steps were
+skipped, 7 if a step never ends, 75 if the run was interrupted and has a checkpoint, 130 if it was interrupted with
+nothing to save, and 141 if the reader of the output, such as `head`, ended first. Any other error is a crash with exit
+code 1. A crash in the user's code prints a report; any other crash prints a traceback.
 """
 
 import contextlib

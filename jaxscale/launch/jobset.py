@@ -1,7 +1,8 @@
 """JobSet: the manifest of a run on Kubernetes, one child job per TPU slice or group of GPU hosts.
 
 Each pod reads its rank from its labels and runs a watchdog. JobSet restarts all pods after a failure. A pod that was
-stopped by a signal or disrupted by its node does not count as a failure. Exit codes 2, 4, 5 and 6 fail the JobSet.
+stopped by a signal or disrupted by its node does not count as a failure. Exit codes 2, 4, 5 and 6 fail the JobSet, if
+its controller supports patterns of messages; otherwise, each of them is one of the restarts that are allowed.
 """
 
 from collections.abc import Sequence

@@ -38,8 +38,8 @@ class Conversion:
 
     Args:
         abstract: shape, dtype and sharding of each array to read from the checkpoint, by name.
-        convert: function from the arrays that were read to the arrays of the step, both by name. It deletes each array
-            whose format it has changed.
+        convert: function from the arrays that were read to the arrays of the step, both by name. It deletes
+            the arrays of optimizer state whose format it has changed, but not weights that are split or joined.
         lines: lines for the user on the arrays whose format changes.
     """
 

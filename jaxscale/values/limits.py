@@ -22,8 +22,6 @@ MAX_MICROBATCHES = 2**20
 """Most microbatches of a batch."""
 MAX_SCHEDULE_FORWARDS = 2**19
 """Most forward passes of a pipeline schedule (stages times microbatches). Listing an action takes about 10 us."""
-MAX_TEXT_BYTES = 2**20
-"""Most bytes of the text form of a field."""
 MAX_JSON_DEPTH = 64
 """Most levels of nested lists and objects in a JSON file; Python's stack holds about 1,000 calls."""
 MAX_JSON_BYTES = 2**28

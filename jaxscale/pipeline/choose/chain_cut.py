@@ -94,8 +94,8 @@ class BlockChain:
 
     Args:
         stages: number of stages.
-        features: for each kind of device, float[feature, begin, end], as `features` returns it.
-        kinds: for each stage, the kind of its device, an index into `features`.
+        feature_tables: for each kind of device, float[feature, begin, end], as the function `features` returns it.
+        kind_indices: for each stage, the index of its device's kind in `feature_tables`.
 
     Attributes:
         stages: number of stages.

@@ -218,7 +218,7 @@ class Search:
         """Drop dominated candidates, and add one whose memory rule has a budget that uses up the limit.
 
         What the added candidate keeps and recomputes is interpolated between two rules; the optimal rule for its budget
-        recomputes less. If the candidate that keeps everything fits, only this candidate is returned.
+        usually recomputes less. If the candidate that keeps everything fits, only this candidate is returned.
 
         Args:
             candidates: candidates that differ only in the memory rule.
@@ -315,7 +315,8 @@ class Search:
         """Estimate candidates in their order; return the plans that fit, and those that do not.
 
         After the first plan that fits, only candidates on other meshes and candidates that would be better are
-        estimated. A later candidate may be better, because the seconds of a candidate with a budget are a lower bound.
+        estimated. A later candidate may be better, because estimates correct the budgets of candidates, which may then
+        be slower.
         """
         fitting_plans: list[JudgedPlan] = []
         rejected_plans: list[JudgedPlan] = []
