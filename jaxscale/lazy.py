@@ -42,11 +42,15 @@ def lazy_names(package: str, module_by_name: Mapping[str, str], packages: Collec
     return load
 
 
+_suggesting_classes: set[type] = set()
+"""Classes that `suggest_arguments` has changed."""
+
+
 def suggest_arguments(cls: type) -> None:
     """Make a class refuse an unknown keyword argument with an error that suggests the most similar argument."""
     init = cls.__dict__.get("__init__")
     is_of_flax = any(base.__module__.startswith("flax.") for base in cls.__mro__)  # its metaclass calls the method
-    if init is None or is_of_flax or hasattr(init, "suggests_arguments"):
+    if init is None or is_of_flax or cls in _suggesting_classes:
         return
     parameters = inspect.signature(init).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -66,5 +70,5 @@ def suggest_arguments(cls: type) -> None:
             hint = near_argument(name, parameter_names) or f"; there are {', '.join(parameter_names)}"
             raise UserError(f"{cls.__name__} has no argument {name!r}{hint}") from None
 
-    suggesting_init.suggests_arguments = True  # type: ignore[attr-defined]
+    _suggesting_classes.add(cls)
     cls.__init__ = suggesting_init

@@ -324,11 +324,10 @@ def main() -> None:
         Column("compiled", (0.05, 0.12), None, NEARER_MARGIN, nearer),
     )
     for one in found:
-        told = f"{one.case.model:8} {one.case.platform:14} {one.case.mesh:16} {one.case.fields:45}"
-        offs = "".join(f"{column.off(one):+8.1%}" if one in column.guesses else f"{'':8}" for column in columns)
-        print(
-            f"{told}{offs}  {', '.join(one.nearer.compiled_piece_names) if one.nearer else 'a piece is not recorded'}"
-        )
+        case_text = f"{one.case.model:8} {one.case.platform:14} {one.case.mesh:16} {one.case.fields:45}"
+        error_text = "".join(f"{column.off(one):+8.1%}" if one in column.guesses else f"{'':8}" for column in columns)
+        pieces_text = ", ".join(one.nearer.compiled_piece_names) if one.nearer else "a piece is not recorded"
+        print(f"{case_text}{error_text}  {pieces_text}")
     blind = [one for one in found if one.case.model not in FITTED]
     figures = [
         Figure("programs", len(found), "programs", None if args.tiny else 24, ">="),

@@ -58,8 +58,8 @@ def test_what_is_learned_is_what_follows_the_marker(tmp_path):
     recipe = DocumentRecipe(
         separator="|", beginning="<", ending=">", prompt_end="A:", held_out=0.0, is_cut_at_document=True
     )
-    found = [(text, learned) for _, _, learned, text in labeled_texts([str(path)], recipe, 3)]
-    assert found == [
+    texts_and_flags = [(text, learned) for _, _, learned, text in labeled_texts([str(path)], recipe, 3)]
+    assert texts_and_flags == [
         *(("<", False), ("Q: 1? A:", False), (" 2 A: 3", True), (">", True)),
         *(("<", False), ("Q: no answer", False), (">", False)),
         *(("<", False), ("A:", False), (" B", True), (">", True)),

@@ -185,8 +185,8 @@ def noisy(x):
 )
 def test_a_rule_that_mixes_elements_is_known_by_its_program(rule, culprit):
     params = {"w": jnp.ones((8, 8))}
-    found = first_mixing_primitive(rule, params)
-    assert (found is None) == (culprit is None), found
+    mixing_primitive = first_mixing_primitive(rule, params)
+    assert (mixing_primitive is None) == (culprit is None), mixing_primitive
     if culprit is not None:
         with pytest.raises(UserError, match="mixes elements"):
             update_in_slices(rule, params)

@@ -31,15 +31,15 @@ def test_what_was_traced_is_what_is_drawn(name):
     costs = Costs(tuple(1.0 + stage / 8 for stage in range(stages)), (1.5,) * stages, (0.5,) * stages)
     ran = simulate(schedule, costs)
     lines = {rank: [_both(traced(ran, 5.0, rank), traced(ran, 205.0, rank))] * 2 for rank in range(4)}
-    found = measured_simulation(schedule, OPERATIONS, lines, 2)
-    assert found.seconds == pytest.approx(ran.seconds)
-    for got, wanted in zip(found.spans, ran.spans, strict=True):
+    simulation = measured_simulation(schedule, OPERATIONS, lines, 2)
+    assert simulation.seconds == pytest.approx(ran.seconds)
+    for got, wanted in zip(simulation.spans, ran.spans, strict=True):
         assert [time for span in got for time in span] == pytest.approx([time for span in wanted for time in span])
     for kind in (Kind.F, Kind.B) if not schedule.split else (Kind.F, Kind.I, Kind.W):
-        assert [found.costs.seconds(kind, s) for s in range(stages)] == pytest.approx(
+        assert [simulation.costs.seconds(kind, s) for s in range(stages)] == pytest.approx(
             [costs.seconds(kind, s) for s in range(stages)]
         )
-    assert f"{ran.bubble:.1%}" in Chart((("it", found),), timed=True).text()
+    assert f"{ran.bubble:.1%}" in Chart((("it", simulation),), timed=True).text()
 
 
 def _both(first, second):

@@ -8,13 +8,13 @@ from jaxscale.planning import accuracy
 @pytest.mark.parametrize("kind", ["tpu", "gpu"])
 @pytest.mark.parametrize(("compiled", "median", "worst"), [(False, 0.07, 0.18), (True, 0.05, 0.12)])
 def test_the_recorded_estimates(kind, compiled, median, worst):
-    found = accuracy.recorded_accuracy(kind, is_compiled=compiled)
-    assert found is not None
-    assert found.median <= median
-    assert found.worst <= worst
+    recorded_accuracy = accuracy.recorded_accuracy(kind, is_compiled=compiled)
+    assert recorded_accuracy is not None
+    assert recorded_accuracy.median <= median
+    assert recorded_accuracy.worst <= worst
     # a verdict outside the margin was right for every one of them
-    assert found.worst <= (accuracy.NEARER_MARGIN if compiled else accuracy.MARGIN)
-    assert ("with the piece that needs the most memory compiled" in str(found)) == compiled
+    assert recorded_accuracy.worst <= (accuracy.NEARER_MARGIN if compiled else accuracy.MARGIN)
+    assert ("with the piece that needs the most memory compiled" in str(recorded_accuracy)) == compiled
 
 
 @pytest.mark.parametrize("kind", ["tpu", "gpu"])

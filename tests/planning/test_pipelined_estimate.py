@@ -133,10 +133,10 @@ def test_seconds_and_margin(piped):
 
 
 def test_the_recorded_estimates():
-    found = accuracy.recorded_accuracy("tpu", is_pipelined=True)
-    assert found is not None
-    assert found.median <= 0.1
-    assert found.worst <= accuracy.margin("tpu", is_pipelined=True)
+    recorded_accuracy = accuracy.recorded_accuracy("tpu", is_pipelined=True)
+    assert recorded_accuracy is not None
+    assert recorded_accuracy.median <= 0.1
+    assert recorded_accuracy.worst <= accuracy.margin("tpu", is_pipelined=True)
 
 
 @pytest.mark.slow

@@ -24,13 +24,13 @@ def placed(mesh, fn, *given):
     """Placement of the only result of `fn`, and what XLA chooses for it."""
     args = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec)) for shape, spec in given]
     program = flatten(jax.make_jaxpr(fn)(*args))
-    found = place(program, [placement_of(arg.sharding, len(arg.shape)) for arg in args], SIZES)
+    placements = place(program, [placement_of(arg.sharding, len(arg.shape)) for arg in args], SIZES)
     compiled = jax.jit(fn).lower(*args).compile()
     made = program.avals[program.outputs[0]]
     theirs = compiled.output_shardings.shard_shape(made.shape)
     ours = tuple(
-        -(-size // found.part_count(axes))
-        for size, axes in zip(made.shape, found.by_value[program.outputs[0]], strict=True)
+        -(-size // placements.part_count(axes))
+        for size, axes in zip(made.shape, placements.by_value[program.outputs[0]], strict=True)
     )
     return ours, theirs
 
@@ -61,17 +61,17 @@ def test_as_xla_does(mesh, name):
 def test_a_weight_shard_is_gathered_for_rows_on_the_same_axis(mesh):
     x, w = jnp.ones((64, 16)), jnp.ones((16, 32))
     program = flatten(jax.make_jaxpr(lambda x, w: x @ w)(x, w))
-    found = place(program, [(("fsdp",), ()), (("fsdp",), ("tensor",))], SIZES)
-    assert found.by_value[program.outputs[0]] == (("fsdp",), ("tensor",))
-    assert found.gathered_bytes == {0: 16 * 32 * 4 // 4}
+    placements = place(program, [(("fsdp",), ()), (("fsdp",), ("tensor",))], SIZES)
+    assert placements.by_value[program.outputs[0]] == (("fsdp",), ("tensor",))
+    assert placements.gathered_bytes == {0: 16 * 32 * 4 // 4}
 
 
 def test_a_gradient_over_rows_is_summed():
     x, dy = jnp.ones((8, 16)), jnp.ones((8, 32))
     program = flatten(jax.make_jaxpr(lambda x, dy: x.T @ dy)(x, dy))
-    found = place(program, [(("fsdp",), ()), (("fsdp",), ())], SIZES)
-    assert len(found.summed_products) == 1
-    assert found.by_value[program.outputs[0]] == ((), ())
+    placements = place(program, [(("fsdp",), ()), (("fsdp",), ())], SIZES)
+    assert len(placements.summed_products) == 1
+    assert placements.by_value[program.outputs[0]] == ((), ())
 
 
 def test_a_constraint_reaches_back_to_what_it_places(mesh):
@@ -81,9 +81,9 @@ def test_a_constraint_reaches_back_to_what_it_places(mesh):
         return jax.lax.with_sharding_constraint((x.T @ dy) * 2.0, sharding)
 
     program = flatten(jax.make_jaxpr(fn)(jnp.ones((8, 16)), jnp.ones((8, 32))))
-    found = place(program, [(("fsdp",), ()), (("fsdp",), ())], SIZES)
+    placements = place(program, [(("fsdp",), ()), (("fsdp",), ())], SIZES)
     product = next(operation for operation in program.operations if operation.kind == "dot_general")
-    assert found.by_value[product.outputs[0]] == (("fsdp",), ())
+    assert placements.by_value[product.outputs[0]] == (("fsdp",), ())
 
 
 def test_sums_of_gradients_are_sharded_like_the_state_that_they_update(mesh):

@@ -98,9 +98,9 @@ def test_an_edited_file_is_said_where_the_experiment_holds_code(tmp_path, monkey
     assert list(earlier.change_lines_and_fields(experiment, source, 5)) == []
     file.write_text(FILE.replace("return 1", "return 2"))
     experiment, edited = load_file(file, variant)
-    found = list(earlier.change_lines_and_fields(experiment, edited, 5))
-    assert len(found) == holds_code
-    for line, fields in found:
+    lines_and_fields = list(earlier.change_lines_and_fields(experiment, edited, 5))
+    assert len(lines_and_fields) == holds_code
+    for line, fields in lines_and_fields:
         assert f"{file} has changed since this run was last started" in line
         assert fields == {"old_sha256": source.sha256, "sha256": edited.sha256}
 

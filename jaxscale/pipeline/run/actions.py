@@ -196,7 +196,7 @@ class Actions:
     def _run_by_reader(
         self, run_pass: Callable[[CarriedState, bool], Any], sums: CarriedState, row: TableRow, is_live: Any
     ) -> Any:
-        """Return `run_pass(sums, is_reader)`, where `is_reader` tells whether the stage of the row reads `shared`.
+        """Return `run_pass(sums, is_reader)`, where `is_reader` specifies whether the stage of the row reads `shared`.
 
         On stages that do not read `shared`, the gradients of `shared` are zeros as large as embedding and head. Making
         and adding these zeros would take longer than the stage. In a program without branches (`run_kind`), `is_reader`

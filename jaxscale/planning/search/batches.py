@@ -151,8 +151,8 @@ def choose_batch(
         return comparison
     index = comparison.best_index
     resized_search = search.for_experiment(dataclasses.replace(experiment, batch=comparison.best.rows))
-    advised = dataclasses.replace(comparison.best, advice=advice_for(resized_search, comparison.best.best))
-    return BatchComparison((*comparison.choices[:index], advised, *comparison.choices[index + 1 :]), note)
+    best_with_advice = dataclasses.replace(comparison.best, advice=advice_for(resized_search, comparison.best.best))
+    return BatchComparison((*comparison.choices[:index], best_with_advice, *comparison.choices[index + 1 :]), note)
 
 
 def candidate_batches(unit: int) -> Iterator[int]:
