@@ -135,7 +135,7 @@ class IdleStep:
     """
 
     def __init__(self, mesh: Any) -> None:
-        self.mesh, self.program = mesh, None
+        self.mesh, self.program, self.async_pipeline = mesh, None, None
         self.wall: list[float] = []
         self.processor: list[float] = []
         self._metrics = {"loss": 2.5, "grad_norm": 0.5, "learning_rate": 1e-3, "weight": 64.0}
@@ -176,6 +176,7 @@ def loop_seconds(steps: int, *, is_cpu: bool, callbacks: Any = ()) -> tuple[floa
     """
     from many_leaves import many_leaves
 
+    from jaxscale.records.skip_causes import Causes
     from jaxscale.training import loop
     from jaxscale.training.display import Display
     from jaxscale.training.endings import watch_steps
@@ -195,6 +196,7 @@ def loop_seconds(steps: int, *, is_cpu: bool, callbacks: Any = ()) -> tuple[floa
             experiment, experiment.plan, journal, Stop(), "auto", 1, Profiler(None), None, None, None, {}
         )
         training.step, training.is_cpu, training.meter = step, is_cpu, Meter(10**6, None, None)
+        training.causes = Causes(training.step)
         training.agreement = Agreement(step.mesh)
         pauses: Any = Pauses(experiment, step, None, {}, checkpoints, journal, None, is_cpu, {})
         pauses.is_due = lambda updates: False

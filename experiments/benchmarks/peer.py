@@ -1,124 +1,185 @@
-"""The default experiment beside a hand-written JAX loop, and beside the same recipe in eager PyTorch.
+"""Language models on this machine's processors beside the same recipe in eager PyTorch, and beside a plain JAX loop.
 
-    python experiments/benchmarks/peer.py [--tiny] [--seeds 3] [--torch PYTHON]
+    python experiments/benchmarks/peer.py [--tiny] [--size 128 | 512 | 512x8] [--rounds 5] [--seeds 3] [--torch PYTHON]
 
-Tokens per second are medians over steps, on two virtual CPU devices, one per core: jaxscale's from the run's own
-metrics, the hand-written loop's with its own batches, in turns in one process. PyTorch runs in turns too, by an
-interpreter that has it (`--torch`; this one by default; left out where it is missing). `--seeds N` trains the whole
-recipe N times for the held-out loss in nats per character.
+Sizes: 128 is the default experiment (4 layers, 128 wide, context 64, 12 rows a step); 512 is 4 layers of 512, context
+256, 8 rows; 512x8 has 8 such layers. Each side trains in a process of its own, in turns: wall seconds with all cores
+(jaxscale has one device per core), and processor seconds with one core, one thread and one device. jaxscale's are of
+`jaxscale.train`, with its loop, log and data; PyTorch's of `nanogpt_torch.py`. A ratio is that of the median steps of a
+round. The median over the rounds is compared with the bar; the smallest and the largest are printed. The hand-written
+loop (`plain_loop.py`) has the default size alone. `--torch` is an interpreter that has torch (this one by default; left
+out where it is missing). `--seeds N` trains the whole recipe N times for the held-out loss in nats per character.
 
-Measured on 2 cores (AMD EPYC), JAX 0.10.2, PyTorch 2.13, with `--seeds 3` (6.5 minutes): jaxscale 31,000 tokens/s,
-1.33x the hand-written loop (23,400; bar 0.97) and 1.34x PyTorch (23,000; bar 1.0), medians of five turns whose ratios
-lie between 1.28 and 1.46. The hand-written loop leaves the gradients of its weights to autodiff, which transposes the
-wide activations (`layers/linear.py`). Held-out loss of seeds 0, 1, 2: 1.924, 1.930, 1.925 (bar 1.95).
+docs/choosing/speed.md has the figures. The hand-written loop leaves the gradients of its weights to autodiff, which
+transposes the wide activations (`layers/linear.py`).
 """
 
 import argparse
 import dataclasses
 import importlib.util
+import itertools
 import json
+import os
+import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-import plain_loop
-from figures import Figure, show
-
-from jaxscale.recipe.experiment import Checkpointing, Evaluation, Samples
-from jaxscale.records.source import load_file
-from jaxscale.training.loop import train
+from figures import Figure, figures_of_command, show
 
 HERE = Path(__file__).resolve().parent
 RECIPE = HERE.parent / "shakespeare.py"
-TOKENS = plain_loop.BATCH * plain_loop.CONTEXT
-WARM = 20
+SIZES = {
+    "128": {"layers": 4, "embed": 128, "heads": 4, "context": 64, "batch": 12},
+    "512": {"layers": 4, "embed": 512, "heads": 8, "context": 256, "batch": 8},
+    "512x8": {"layers": 8, "embed": 512, "heads": 8, "context": 256, "batch": 8},
+}
+STEPS = {"128": 220, "512": 22, "512x8": 16}
+"""Steps of a round, the first of which are not counted."""
+WARM_SHARE = 10
+"""A tenth of the steps of a round is not counted."""
+BAR_OF_PLAIN_LOOP, BAR_OF_TORCH = 1.0, 1.0
 
 
-def ours(steps: int, seed: int, folder: Path, plain: bool = True) -> tuple[list[float], float]:
-    """(tokens per second of each step, held-out loss) of the default experiment as a user runs it."""
-    experiment, _ = load_file(RECIPE)
-    if plain:  # speed alone: nothing between the steps
-        quiet = {"evaluation": Evaluation(every=0, batches=1), "samples": Samples(every=0, tokens=1)}
-        experiment = dataclasses.replace(experiment, checkpoint=Checkpointing(every=0), **quiet)
-    run = train(dataclasses.replace(experiment, steps=steps, seed=seed), out=folder, quiet=True)
-    rows = [row for row in run.metrics if row["kind"] == "train"]
-    return [row["tokens_per_second"] for row in rows[WARM:]], run.evaluations[-1]["loss"]
+def recipe(size: str) -> Any:
+    """Return the experiment of a size; its layers are unrolled."""
+    import jaxscale as jx
+
+    experiment, _ = jx.load_file(str(RECIPE))
+    sizes = dict(SIZES[size])
+    batch = sizes.pop("batch")
+    model: Any = dataclasses.replace(experiment.model, **sizes)
+    data: Any = dataclasses.replace(experiment.data, context=sizes["context"])
+    plan = dataclasses.replace(experiment.plan, unroll=sizes["layers"])
+    return dataclasses.replace(experiment, model=model, data=data, batch=batch, plan=plan)
 
 
-def by_hand(steps: int) -> list[float]:
-    """Tokens per second of each step of the hand-written loop, its batches made and waited for as ours are."""
+def train(size: str, steps: int, seed: int = 0, *, is_whole: bool = False) -> dict[str, Any]:
+    """Train the recipe; return the seconds of each step and the held-out loss."""
+    import jaxscale as jx
+
+    experiment = dataclasses.replace(recipe(size), steps=steps, seed=seed)
+    if not is_whole:  # speed alone: nothing between the steps
+        experiment = dataclasses.replace(
+            experiment,
+            checkpoint=jx.Checkpointing(every=0),
+            evaluation=jx.Evaluation(every=0, batches=1),
+            samples=jx.Samples(every=0, tokens=1),
+        )
+    processor: list[float] = []
+
+    def note(event: Any) -> None:
+        if event.kind == "step":
+            processor.append(time.process_time())
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = jx.train(experiment, out=Path(folder) / "run", quiet=True, callbacks=[note])
+        wall = [row["step_seconds"] for row in run.metrics if row["kind"] == "train"]
+        losses = [evaluation["loss"] for evaluation in run.evaluations]
+    steps_apart = [later - earlier for earlier, later in itertools.pairwise(processor)]
+    return {"wall": wall[1:], "processor": steps_apart, "held_out": losses[-1] if losses else None}
+
+
+def train_by_hand(steps: int) -> dict[str, Any]:
+    """Run the hand-written loop, whose batches are made and waited for as ours are; return the seconds of each step."""
+    import jax
+    import numpy as np
+    import plain_loop
+
+    from jaxscale.training.backend import start_backend
+
+    start_backend()
     text = np.frombuffer((HERE.parent / "data" / "shakespeare.txt").read_bytes(), np.uint8)
     index = np.zeros(256, np.int32)
     index[np.unique(text)] = np.arange(len(np.unique(text)))
     data, rng = index[text], np.random.default_rng(0)
-    start, step, rows = plain_loop.make_step(jax.devices(), load_file(RECIPE)[0].plan.unroll)
-    state, rates = start(), []
+    start, step, rows = plain_loop.make_step(jax.devices(), recipe("128").plan.unroll)
+    state: Any = start()
 
     def draw() -> dict[str, Any]:
-        at = rng.integers(0, len(data) - plain_loop.CONTEXT - 1, plain_loop.BATCH)[:, None]
-        window = data[at + np.arange(plain_loop.CONTEXT + 1)[None, :]]
+        starts = rng.integers(0, len(data) - plain_loop.CONTEXT - 1, plain_loop.BATCH)[:, None]
+        window = data[starts + np.arange(plain_loop.CONTEXT + 1)[None, :]]
         return jax.device_put({"tokens": window[:, :-1], "targets": window[:, 1:]}, rows)
 
     batch = draw()
+    seconds: dict[str, list[float]] = {"wall": [], "processor": []}
     for _ in range(steps):
-        begun = time.perf_counter()
+        begin = time.perf_counter(), time.process_time()
         state, metrics = step(state, batch)
         batch = draw()
         jax.block_until_ready(metrics)
-        rates.append(TOKENS / (time.perf_counter() - begun))
-    return rates[WARM:]
+        seconds["wall"].append(time.perf_counter() - begin[0])
+        seconds["processor"].append(time.process_time() - begin[1])
+    return seconds
 
 
-def torch_rate(python: str, steps: int) -> dict[str, Any] | None:
-    """What the PyTorch peer prints; `None` where there is no torch."""
-    command = [python, str(HERE / "nanogpt_torch.py"), "--steps", str(steps)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+def median_step(seconds: list[float]) -> float:
+    """Return the median seconds of a step, without the first ones."""
+    return statistics.median(seconds[max(1, len(seconds) // WARM_SHARE) :])
+
+
+def measure(size: str, peer: str | None, rounds: int, steps: int) -> list[Figure]:
+    """Return the figures of a size, in wall seconds and in processor seconds."""
+    figures = []
+    sizes = SIZES[size]
+    for kind, thread_count in (("wall", len(os.sched_getaffinity(0))), ("processor", 1)):
+        commands = {"jaxscale": [sys.executable, __file__, "--train", size, str(steps), str(thread_count)]}
+        if size == "128":
+            commands["hand-written JAX"] = [sys.executable, __file__, "--by-hand", str(steps), str(thread_count)]
+        if peer is not None:
+            flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+            script = [str(HERE / "nanogpt_torch.py"), "--steps", str(steps), "--threads", str(thread_count)]
+            commands["PyTorch"] = [peer, *script, *flags]
+        seconds_by_side: dict[str, list[float]] = {side: [] for side in commands}
+        for turn in range(rounds):
+            for side, command in commands.items():
+                seconds_by_side[side].append(median_step(figures_of_command(command)[kind]))
+            texts = [f"{side} {1000 * seconds[-1]:.1f} ms" for side, seconds in seconds_by_side.items()]
+            print(f"{size}, {kind}, round {turn + 1}: {', '.join(texts)}", flush=True)
+        own_seconds = seconds_by_side.pop("jaxscale")
+        rate = sizes["batch"] * sizes["context"] / statistics.median(own_seconds)
+        figures.append(Figure(f"{size}, {kind}: tokens per second", rate, "tokens/s"))
+        for side, seconds in seconds_by_side.items():
+            ratios = [theirs / own for theirs, own in zip(seconds, own_seconds, strict=True)]
+            print(f"{size}, {kind}, {side} / jaxscale: {min(ratios):.2f}x to {max(ratios):.2f}x", flush=True)
+            bar = BAR_OF_TORCH if side == "PyTorch" else BAR_OF_PLAIN_LOOP
+            figures.append(Figure(f"{size}, {kind}: {side} / jaxscale", statistics.median(ratios), "x", bar, ">="))
+    return figures
 
 
 def main() -> None:
     """Print the table; exit with 1 if a bar does not hold at full size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="few steps, no seeds: shows that it works, not the figures")
+    parser.add_argument("--size", action="append", choices=SIZES, help="a size; may be repeated (default: 128)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of all sides (default: 5)")
     parser.add_argument("--seeds", type=int, default=0, help="whole trainings, for the held-out loss (default: 0)")
     parser.add_argument("--torch", default=None, metavar="PYTHON", help="an interpreter that has torch")
-    args = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 2)
-    rounds, steps = (1, WARM + 5) if args.tiny else (5, WARM + 200)
-    python = args.torch or (sys.executable if importlib.util.find_spec("torch") else None)
-    rates: dict[str, list[float]] = {"ours": [], "hand": [], "torch": []}
+    parser.add_argument("--train", nargs=3, metavar=("SIZE", "STEPS", "THREADS"), help=argparse.SUPPRESS)
+    parser.add_argument("--by-hand", nargs=2, metavar=("STEPS", "THREADS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    words = arguments.train or arguments.by_hand
+    if words is not None:
+        if int(words[-1]) == 1:
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        run = train(words[0], int(words[1])) if arguments.train else train_by_hand(int(words[0]))
+        print(json.dumps(run))
+        return
+    peer = arguments.torch or (sys.executable if importlib.util.find_spec("torch") else None)
+    print(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}", flush=True)
     figures = []
-    with tempfile.TemporaryDirectory() as folder:
-        for turn in range(rounds):
-            rates["hand"].append(statistics.median(by_hand(steps)))
-            rates["ours"].append(statistics.median(ours(steps, 0, Path(folder) / f"speed{turn}")[0]))
-            found = torch_rate(python, steps) if python else None
-            if found is not None:
-                rates["torch"].append(found["tokens_per_second"])
-            told = ", ".join(f"{name} {values[-1]:,.0f}" for name, values in rates.items() if values)
-            print(f"turn {turn + 1}, tokens/s: {told}", flush=True)
-        speed = {name: statistics.median(values) for name, values in rates.items() if values}
-        figures.append(Figure("tokens per second, jaxscale", speed["ours"], "tokens/s"))
-        figures.append(Figure("tokens per second, hand-written JAX", speed["hand"], "tokens/s"))
-        ratio = statistics.median(a / b for a, b in zip(rates["ours"], rates["hand"], strict=True))
-        figures.append(Figure("jaxscale / hand-written JAX", ratio, "x", 0.97, ">="))
-        if "torch" in speed:
-            ratio = statistics.median(a / b for a, b in zip(rates["ours"], rates["torch"], strict=True))
-            figures.append(Figure("tokens per second, PyTorch", speed["torch"], "tokens/s"))
-            figures.append(Figure("jaxscale / PyTorch", ratio, "x", 1.0, ">="))
-        if args.seeds and not args.tiny:
-            losses = [ours(2000, seed, Path(folder) / f"whole{seed}", plain=False)[1] for seed in range(args.seeds)]
-            print("held-out loss per seed:", ", ".join(f"{loss:.4f}" for loss in losses))
-            name = f"held-out loss, mean of {args.seeds} seeds"
-            figures.append(Figure(name, statistics.mean(losses), "nats/character", 1.95, "<="))
-    if not show(figures, "The default experiment and its peers") and not args.tiny:
+    for size in arguments.size or ["128"]:
+        rounds, steps = (1, 6) if arguments.tiny else (arguments.rounds, STEPS[size])
+        figures += measure(size, peer, rounds, steps)
+    if arguments.seeds and not arguments.tiny:
+        losses = [train("128", 2000, seed, is_whole=True)["held_out"] for seed in range(arguments.seeds)]
+        print("held-out loss per seed:", ", ".join(f"{loss:.4f}" for loss in losses))
+        name = f"held-out loss, mean of {arguments.seeds} seeds"
+        figures.append(Figure(name, statistics.mean(losses), "nats/character", 1.95, "<="))
+    if not show(figures, "Language models and their peers") and not arguments.tiny:
         raise SystemExit(1)
 
 
