@@ -5,9 +5,9 @@
     python experiments/benchmarks/compiler_options.py "gpu h100 x 8" xla_gpu_enable_triton_gemm=false ...
 
 The compilers of TPUs and GPUs must be installed (jaxscale[aot-tpu], jaxscale[aot-gpu]); no device is needed, so that
-nothing is learned about seconds. An option changes the program if the text of the program or its bytes are others;
-where jaxlib cannot read the text of libtpu's program, only the bytes show it. An option that changes nothing belongs
-in no set.
+the only seconds are those of libtpu's own clock, for TPUs. An option changes the program if the text of the program or
+its bytes are others; where jaxlib cannot read the text of libtpu's program, only the bytes show it. An option that
+changes nothing belongs in no set.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import jaxscale as jx
 from jaxscale.compiler.compile import compile_report
 from jaxscale.errors import UserError
 from jaxscale.planning.program import lowered_step
+from jaxscale.planning.search.compiler_seconds import compiler_seconds
 from jaxscale.platforms.compiler_options import SETS
 from jaxscale.platforms.platform import Platform
 
@@ -46,8 +47,11 @@ def experiment() -> jx.Experiment:
     return jx.Experiment("options", model, Tokens(), batch=32, steps=10)
 
 
-def program(platform: str, compiler: str) -> tuple[str, int] | str:
-    """Return the hash of the compiled program and the bytes of its temporaries, or why it does not compile."""
+def program(platform: str, compiler: str) -> tuple[str, int, float | None] | str:
+    """Return the hash of the compiled program, the bytes of its temporaries and libtpu's seconds of a step.
+
+    If it does not compile, return the reason.
+    """
     mesh = jx.MeshSpec(fsdp=Platform.parse(platform).devices)
     plan = jx.Plan(mesh=mesh, zero=3, precision="bfloat16", compiler=compiler)
     try:
@@ -56,7 +60,8 @@ def program(platform: str, compiler: str) -> tuple[str, int] | str:
         return str(error)
     if report.temp_bytes is None:
         return str(report.crashed or report.oom)
-    return report.program_hash, report.temp_bytes
+    seconds = compiler_seconds(report.schedule, plan, Platform.parse(platform))
+    return report.program_hash, report.temp_bytes, None if seconds is None else seconds.total
 
 
 def effect(platform: str, option: str) -> tuple[str, float]:
@@ -66,7 +71,8 @@ def effect(platform: str, option: str) -> tuple[str, float]:
     if isinstance(changed, str):
         return f"refused: {changed.splitlines()[0][:160]}", 0.0
     difference = (changed[1] - plain[1]) / 1e6
-    return ("no change" if changed == plain else f"{difference:+.1f} MB of temporaries"), difference
+    clock_text = f", {changed[2] / plain[2]:.3f}x the seconds by the clock" if plain[2] and changed[2] else ""
+    return ("no change" if changed == plain else f"{difference:+.1f} MB of temporaries{clock_text}"), difference
 
 
 def main() -> None:

@@ -27,8 +27,8 @@ from jaxscale.compiler.usable import usable_bytes
 from jaxscale.planning.program import step_recipe
 from jaxscale.planning.search.choice import plan_summary
 from jaxscale.planning.search.compiler_seconds import compiler_seconds
-from jaxscale.planning.search.search import NEAR_SHARE
 from jaxscale.planning.search.step_seconds import StepSeconds, modeled_seconds
+from jaxscale.planning.search.verification import NEAR_SHARE
 
 FOLDER = Path(__file__).parent
 PAIRS = FOLDER / "plan_rivals.json"

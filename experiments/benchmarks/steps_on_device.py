@@ -184,12 +184,12 @@ def run_torch(tiny: bool, compiled: bool) -> dict[str, Any]:
     import torch  # pyright: ignore[reportMissingImports]
 
     context, batch = (64, 2) if tiny else (1024, 16)
-    peer.CONTEXT, peer.EMBED, peer.LAYERS, peer.HEADS = context, *((64, 2, 2) if tiny else (768, 12, 12))
+    embed, layers, heads = (64, 2, 2) if tiny else (768, 12, 12)
     vocab = 384 if tiny else GPT2["vocab"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(0)
-    model = peer.Model(vocab).to(device)
+    model = peer.Model(vocab, context, layers, embed, heads).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
     function = torch.compile(model) if compiled else model
     tokens = torch.randint(0, vocab, (batch, context + 1), device=device)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from jaxscale.compiler.described import abstract_device, lacks_memories, lower_for
 from jaxscale.planning import accuracy
 from jaxscale.planning.fusion import Compiler
+from jaxscale.platforms.compiler_options import WINDOWED_EINSUM_THRESHOLD
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.dims import placement_of
 from jaxscale.programs.flat import FlatProgram, flatten
@@ -15,6 +16,7 @@ from jaxscale.programs.flop import jaxpr_flop
 from jaxscale.programs.late import with_late_gradients
 from jaxscale.programs.looped import with_looped_copies
 from jaxscale.programs.placements import Placements, place
+from jaxscale.programs.repeated import with_repeated_scores
 from jaxscale.programs.rounded import with_rounded_copies
 from jaxscale.programs.tiles import prescribed_tiles, with_retiled_inputs
 from jaxscale.recipe.experiment import Experiment
@@ -94,7 +96,11 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
         elif step.plan.zero == 0:
             program = with_rounded_copies(program)
         program = with_retiled_inputs(program) if platform.chip.name == "7x" else program
-        program = with_late_gradients(program) if _delays_gradients(step, platform) else program
+        program = with_repeated_scores(program) if platform.chip.name == "v6e" else program
+        if _has_ring_gradients(step, platform):
+            program = with_late_gradients(program)
+        elif _is_flat(platform) and step.plan.memory.rule in ("none", "dots"):
+            program = with_late_gradients(program, product_kinds=("dot_general",))
     keys_and_leaves = [
         keys_and_leaf for tree in arguments for keys_and_leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
     ]
@@ -107,11 +113,16 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
     return TracedStep(program, placements, _compiler(platform, step.plan), paths_and_leaves, jaxpr_flop(jaxpr).total)
 
 
-def _delays_gradients(step: TrainStep, platform: Platform) -> bool:
-    """Return whether XLA:TPU finishes gradients of blocks outside loops late, because it sums them around a ring."""
+def _has_ring_gradients(step: TrainStep, platform: Platform) -> bool:
+    """Return whether XLA:TPU sums gradients of blocks outside loops around a ring, once in a step."""
     plan = step.plan
-    has_rings = _is_flat(platform) and step.mesh.shape.get("fsdp", 1) > 2
+    has_rings = _has_ring_products(platform, plan) and step.mesh.shape.get("fsdp", 1) > 2
     return has_rings and plan.zero > 1 and plan.microbatches == 1
+
+
+def _has_ring_products(platform: Platform, plan: Plan) -> bool:
+    """Return whether XLA may compute products around a ring: on a TPU slice with a two-dimensional topology."""
+    return _is_flat(platform) and WINDOWED_EINSUM_THRESHOLD not in plan.compiler.of(platform.chip)
 
 
 def _is_flat(platform: Platform) -> bool:
@@ -123,7 +134,7 @@ def _compiler(platform: Platform, plan: Plan) -> Compiler:
     """Return the properties of a platform's compiler under a plan, as observed in compiled programs."""
     product_fusion: Literal["no", "all", "local"] = "no"
     if platform.chip.kind == "tpu":
-        product_fusion = "local" if _is_flat(platform) else "all"
+        product_fusion = "local" if _has_ring_products(platform, plan) else "all"
     return Compiler(
         product_fusion,
         has_scattered_gradients=plan.zero > 1,

@@ -17,12 +17,12 @@ OptionValue = bool | int | str
 
 @dataclasses.dataclass(frozen=True)
 class Recommended:
-    """An option that a vendor recommends.
+    """A recommended option.
 
     Args:
         option: name of the option.
         value: recommended value.
-        source: document that recommends the option.
+        source: document or measurement that recommends the option.
         effect: effect of the option on the program that `experiments/benchmarks/compiler_options.py` compiles. Option
             sets contain only options that have an effect.
     """
@@ -35,7 +35,12 @@ class Recommended:
 
 _NVIDIA = "NVIDIA JAX-Toolbox, Tips for High-Performance LLMs with JAX and XLA"
 _MAXTEXT = "MaxText, benchmarks/xla_flags_library.py"
+_CLOCK = "libtpu's own estimates of cycles, experiments/benchmarks/compiler_options.py"
 _TOGETHER = "v5e:4x4: +34.0 MB of temporaries together with the other one, none alone"
+
+WINDOWED_EINSUM_THRESHOLD = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
+"""Option of libtpu: MiB of a product's operand from which on the product is computed around a ring of devices."""
+_NO_RINGS = 1_000_000
 
 SETS: Mapping[str, Mapping[str, tuple[Recommended, ...]]] = {
     "overlap": {
@@ -52,6 +57,7 @@ SETS: Mapping[str, Mapping[str, tuple[Recommended, ...]]] = {
         "v5e": (
             Recommended("xla_enable_async_all_reduce", True, _MAXTEXT, _TOGETHER),
             Recommended("xla_tpu_enable_async_collective_fusion_fuse_all_reduce", True, _MAXTEXT, _TOGETHER),
+            Recommended(WINDOWED_EINSUM_THRESHOLD, _NO_RINGS, _CLOCK, "v5e:4x4: EFFECT"),
         ),
         "v5p": (
             Recommended(
@@ -62,6 +68,7 @@ SETS: Mapping[str, Mapping[str, tuple[Recommended, ...]]] = {
             Recommended(
                 "xla_tpu_enable_sparse_core_collective_offload_all_gather", True, _MAXTEXT, "v6e:4x4: +33.6 MB"
             ),
+            Recommended(WINDOWED_EINSUM_THRESHOLD, _NO_RINGS, _CLOCK, "v6e:4x4: EFFECT"),
         ),
     },
     "vmem": {

@@ -10,9 +10,13 @@ assumes that the logits, which are larger, stay alive. Left out: rings that XLA 
 XLA's latency-hiding scheduler for GPUs orders operations from the last to the first. An operation is ready when all its
 readers are placed. Gradients of weights are therefore placed first, that is, late in the program, and their operands
 stay alive until then. A loop over layers limits this to the layer, whose gradients are computed at the end of its
-backward pass; blocks outside of loops have no such limit. One step on a TPU did the same with gradients that are summed
-around a ring. A sum over rows, such as the gradient of a bias, is computed with the operation that reads the same
-array. Left out: the order of a program that would not fit, in which the scheduler saves memory instead.
+backward pass; blocks outside of loops have no such limit. A sum over rows, such as the gradient of a bias, is computed
+with the operation that reads the same array. Left out: the order of a program that would not fit, in which the
+scheduler saves memory instead.
+
+On TPU slices with a two-dimensional topology, XLA does the same with blocks outside of loops that keep all values or
+the results of their products, but not with convolutions. One step did so with gradients that are summed around a ring
+under another memory rule.
 
 On TPUs without flat slices, the gradient of a head's weight was late in most steps without a loop over microbatches,
 and then it kept the logits. It was early in all but one of the steps under ZeRO 0, and in some other steps, for which
@@ -20,7 +24,7 @@ the estimate is up to 14 % too high.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from jaxscale.programs.flat import FlatProgram, Operation
 from jaxscale.programs.flop import FORMULAS
@@ -87,11 +91,14 @@ def gradient_product_indices(program: FlatProgram) -> list[int]:
     return product_indices
 
 
-def with_late_gradients(program: FlatProgram, *, in_layers: bool = False) -> FlatProgram:
+def with_late_gradients(
+    program: FlatProgram, *, in_layers: bool = False, product_kinds: Collection[str] = FORMULAS
+) -> FlatProgram:
     """Return a program that runs an operation after the backward pass if no matrix product of that pass needs it.
 
     Args:
         program: program of a step; the body of its loop over microbatches is changed, too.
+        product_kinds: kinds of the products that run late, with the operations that read them.
         in_layers: whether to do the same in a loop over layers: in each layer's backward pass, such operations run
             last. Otherwise a backward pass with a loop over layers remains unchanged.
 
@@ -109,21 +116,24 @@ def with_late_gradients(program: FlatProgram, *, in_layers: bool = False) -> Fla
         if body is None:
             operations.append(operation)
             continue
-        late_body = with_late_gradients(body, in_layers=in_layers)
+        late_body = with_late_gradients(body, in_layers=in_layers, product_kinds=product_kinds)
         if in_layers and operation.params.get("reverse"):
-            late_operations = _with_late_operations(late_body.operations, is_layer=True)
+            late_operations = _with_late_operations(late_body.operations, product_kinds, is_layer=True)
             late_body = dataclasses.replace(late_body, operations=late_operations)
         operations.append(dataclasses.replace(operation, loop_body=late_body))
     if has_both_passes(program) and not any(operation.params.get("reverse") for operation in operations):
-        operations = _with_late_operations(operations)
+        operations = _with_late_operations(operations, product_kinds)
     return dataclasses.replace(program, operations=operations)
 
 
-def _with_late_operations(operations: Sequence[Operation], *, is_layer: bool = False) -> list[Operation]:
+def _with_late_operations(
+    operations: Sequence[Operation], product_kinds: Collection[str], *, is_layer: bool = False
+) -> list[Operation]:
     """Return operations in a new order: those of the backward pass that none of its matrix products needs run late.
 
     Args:
         operations: operations of both passes, or of a layer's backward pass.
+        product_kinds: kinds of the products that run late, with the operations that read them.
         is_layer: whether the operations are a layer's backward pass. If so, they need no `is_backward`, and a loop
             counts as a matrix product.
     """
@@ -138,7 +148,7 @@ def _with_late_operations(operations: Sequence[Operation], *, is_layer: bool = F
     late_values: set[int] = set()
     for operation in operations:
         is_unneeded = (is_layer or operation.is_backward) and needed_values.isdisjoint(operation.outputs)
-        if is_unneeded and (operation.kind in FORMULAS or not late_values.isdisjoint(operation.inputs)):
+        if is_unneeded and (operation.kind in product_kinds or not late_values.isdisjoint(operation.inputs)):
             late_operations.append(operation)
             late_values.update(operation.outputs)
         else:

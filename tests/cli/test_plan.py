@@ -107,7 +107,7 @@ def test_a_lock_holds_until_the_step_changes(folder, capsys, monkeypatch):
         reports.append(compile_report(*arguments) if len(reports) < 2 else reports[0])
         return reports[-1]
 
-    monkeypatch.setattr("jaxscale.planning.search.search.compile_report", compile_twice)
+    monkeypatch.setattr("jaxscale.planning.search.verification.compile_report", compile_twice)
     monkeypatch.setattr("jaxscale.compiler.compile.compile_report", compile_twice)
     words = ["plan", "toy.py", "--platform", "cpu x 2", "--lock", "plan.lock"]
     words += ["--plan.mesh", "fsdp:2", "--plan.zero", "2", "--plan.memory", "none", "--plan.microbatches", "1"]

@@ -137,3 +137,28 @@ def test_a_sum_over_rows_for_a_bias_is_computed_with_the_gradient_that_it_reads(
     late_products = kinds[-3:]
     assert late_products == ["dot_general"] * 3  # the gradients of the weights
     assert "reduce_sum" in kinds[:3]  # the first bias, before the first product
+
+
+def test_only_the_products_of_the_named_kinds_run_late():
+    """The gradient of a last convolution's weight stays where it is if only matrix products run late."""
+
+    def loss(weights, kernel, x):
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        return jnp.sum(jnp.sin(jax.lax.conv(x.reshape(4, 1, 2, 2), kernel, (1, 1), "SAME")))
+
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((3, 4, 4), (1, 1, 1, 1), (4, 4))]
+    program = flatten(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*shapes))
+
+    def kinds(operations):
+        """Return the kinds of the backward pass's products; "w" is the gradient of the kernel."""
+        kernel_sizes = [program.avals[op.outputs[0]].size for op in operations]
+        return "".join(
+            "w" if op.kind == "conv_general_dilated" and size == 1 else "d"
+            for op, size in zip(operations, kernel_sizes, strict=True)
+            if op.is_backward and (op.kind == "dot_general" or (op.kind == "conv_general_dilated" and size == 1))
+        )
+
+    assert kinds(program.operations) == "wdddddd"[: len(kinds(program.operations))]
+    assert kinds(with_late_gradients(program, product_kinds=("dot_general",)).operations).startswith("w")
+    assert "dw" in kinds(with_late_gradients(program).operations)

@@ -22,6 +22,7 @@ from jaxscale.planning.search.ranked import JudgedPlan, Outcome
 from jaxscale.planning.search.search import Search
 from jaxscale.planning.search.space import Choices
 from jaxscale.planning.search.step_seconds import NOTICEABLE, StepSeconds
+from jaxscale.platforms.compiler_options import DEFAULT
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment, plan_of
 from jaxscale.recipe.plan import PLAN_VERSION, Plan
@@ -413,6 +414,7 @@ def plan_summary(plan: Plan) -> str:
     setting_texts += [f"{plan.microbatches} microbatches"] if plan.microbatches > 1 and plan.pipeline is None else []
     setting_texts += [f"loss in chunks of {plan.kernels.loss_chunk}"] if plan.kernels.loss_chunk is not None else []
     setting_texts += [str(plan.offload)] if str(plan.offload) else []
+    setting_texts += [f"compiler {plan.compiler}"] if plan.compiler != DEFAULT else []
     return ", ".join(setting_texts)
 
 

@@ -16,15 +16,11 @@ import dataclasses
 import functools
 import heapq
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from jaxscale.compiler.compile import compile_report
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning.estimate import Estimate, estimate
-from jaxscale.planning.program import step_recipe
-from jaxscale.planning.search.compiler_seconds import compiler_seconds
 from jaxscale.planning.search.model_costs import Kept, SplitCosts, rated, split_costs
 from jaxscale.planning.search.ranked import JudgedPlan, Outcome, RankedPlan, bin_of, rounded_down_bytes
 from jaxscale.planning.search.space import (
@@ -37,6 +33,7 @@ from jaxscale.planning.search.space import (
 )
 from jaxscale.planning.search.step_bytes import bytes_by_kind, sum_of_kinds
 from jaxscale.planning.search.step_seconds import StepSeconds, step_seconds
+from jaxscale.planning.search.verification import Verification, in_order_of_clock
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
@@ -59,8 +56,6 @@ TARGET_SHARE = 0.97
 """Share of the limit that a budget of kept activations aims at."""
 CLOSE_SHARE = 0.94
 """Share of the limit above which a budget is not enlarged."""
-NEAR_SHARE = 0.05
-"""If the modeled seconds of compiled plans differ by at most this share, the compiler's estimates decide."""
 COMFORTABLE_SHARE = 0.8
 """Share of the limit below which a layout that keeps everything needs no chunks and no offload."""
 
@@ -420,28 +415,13 @@ class Search:
         Plans that fit and are modeled to be nearly as fast as the fastest come first, sorted by the compiler's
         estimates of seconds.
         """
-        compiled_plans: list[JudgedPlan] = []
-        for judged_plan in fitting_plans:
-            if len(compiled_plans) >= compile_count and any(judged_plan.fits for judged_plan in compiled_plans):
-                break
-            compiled_plans.append(self._compiled_plan(judged_plan, make))
+        verification = Verification(self.experiment, self.platform, self.choices, self.limit, compile_count, make)
+        compiled_plans, other_plans = verification.compiled_plans(fitting_plans)
         compiled_plans.sort(key=self._plan_sort_key)
-        fewest_seconds = next((judged_plan.seconds.total for judged_plan in compiled_plans if judged_plan.fits), 0.0)
-        near_plans = [
-            judged_plan
-            for judged_plan in compiled_plans
-            if judged_plan.fits and judged_plan.seconds.total <= (1 + NEAR_SHARE) * fewest_seconds
-        ]
-        other_plans = [judged_plan for judged_plan in compiled_plans if judged_plan not in near_plans] + fitting_plans[
-            len(compiled_plans) :
-        ]
-        if self.objective == "time" and all(judged_plan.compiler_seconds is not None for judged_plan in near_plans):
-            near_plans.sort(
-                key=lambda judged_plan: (
-                    math.inf if judged_plan.compiler_seconds is None else judged_plan.compiler_seconds.total
-                )
-            )
-        return near_plans + other_plans
+        if self.objective != "time":
+            return [*compiled_plans, *other_plans]
+        near_plans, far_plans = in_order_of_clock(compiled_plans)
+        return [*near_plans, *far_plans, *other_plans]
 
     def _refusal_text(self) -> str:
         """Return the reasons why every plan is refused, as text."""
@@ -458,12 +438,3 @@ class Search:
             or "; ".join(sorted(self.layout_refusals))
             or batch_text
         )
-
-    def _compiled_plan(self, judged_plan: JudgedPlan, make: Callable[[], Experiment] | None) -> JudgedPlan:
-        """Compile a plan's step, and return the plan with the compiler's report, seconds and verdict."""
-        report = compile_report(step_recipe(self.experiment, judged_plan.plan, make), self.platform)
-        has_failed = report.oom is not None or report.crashed is not None
-        device_bytes = judged_plan.estimate.device_bytes if report.device_bytes is None else report.device_bytes
-        fits = not has_failed and (self.limit is None or device_bytes <= self.limit)
-        clock_seconds = compiler_seconds(report.schedule, judged_plan.plan, self.platform)
-        return dataclasses.replace(judged_plan, fits=fits, report=report, compiler_seconds=clock_seconds)

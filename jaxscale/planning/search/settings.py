@@ -6,9 +6,9 @@ from jaxscale.errors import UserError, unknown
 
 SETTINGS = (
     "mesh", "zero", "sequence_parallel", "microbatches", "pipeline", "memory", "offload", "loss_chunk", "tensor",
-    "sequence", "replica",
+    "sequence", "replica", "compiler",
 )  # fmt: skip
-"""Names of the settings; the last three are mesh axes."""
+"""Names of the settings. "tensor", "sequence" and "replica" are mesh axes. "compiler" is chosen by `--verify` alone."""
 
 
 def check_settings(fixed: Collection[str], forbidden: Collection[str]) -> None:
@@ -24,8 +24,8 @@ def check_settings(fixed: Collection[str], forbidden: Collection[str]) -> None:
     Example:
         >>> check_settings(["zero"], ["pipelines"])
         Traceback (most recent call last):
-        jaxscale.errors.UserError: unknown setting 'pipelines': expected one of loss_chunk, memory, mesh, \
-microbatches, offload, pipeline, replica, sequence, sequence_parallel, tensor, zero; did you mean 'pipeline'?
+        jaxscale.errors.UserError: unknown setting 'pipelines': expected one of compiler, loss_chunk, memory, \
+mesh, microbatches, offload, pipeline, replica, sequence, sequence_parallel, tensor, zero; did you mean 'pipeline'?
     """
     for name in sorted({*fixed, *forbidden}):
         if name not in SETTINGS:

@@ -15,7 +15,7 @@ from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models import Decoder, ForeignModel
 from jaxscale.planning.estimate import Estimate
-from jaxscale.planning.search import model_costs, search
+from jaxscale.planning.search import model_costs, search, verification
 from jaxscale.planning.search.choice import choose_plan, flags_of, plan_summary
 from jaxscale.planning.search.model_costs import SplitCosts, rated
 from jaxscale.planning.search.ranked import BIN_WIDTH, RankedPlan, bin_of, rounded_down_bytes
@@ -251,7 +251,7 @@ def test_plans_are_compiled_until_one_fits(monkeypatch):
         nbytes = GiB if len(compiled) <= 2 else 2**20
         return CompileReport(str(platform), argument_bytes=nbytes, output_bytes=0, alias_bytes=0, temp_bytes=0)
 
-    monkeypatch.setattr(search, "compile_report", compile_report)
+    monkeypatch.setattr(verification, "compile_report", compile_report)
     forbidden = ("pipeline", "offload", "tensor", "microbatches")
     choice = choose_plan(experiment(), "tpu v5e:2x2", limit="200MiB", forbidden=forbidden, verify=1)
     assert len(compiled) == 3
@@ -272,12 +272,12 @@ def test_compiled_plans_are_ordered_by_the_compiler_s_clock(monkeypatch):
         fields = {"argument_bytes": 2**20, "output_bytes": 0, "alias_bytes": 0, "temp_bytes": 0}
         return CompileReport(str(platform), schedule=schedule, **fields)
 
-    monkeypatch.setattr(search, "compile_report", compile_report)
-    forbidden = ("pipeline", "offload", "tensor", "microbatches")
+    monkeypatch.setattr(verification, "compile_report", compile_report)
+    forbidden = ("pipeline", "offload", "tensor", "microbatches", "compiler")
     far = choose_plan(experiment(), "tpu v5e:2x2", forbidden=forbidden, verify=3)
     assert far.plan == compiled[0]  # the others are modeled as more than `NEAR_SHARE` slower
     del compiled[:]
-    monkeypatch.setattr(search, "NEAR_SHARE", 10.0)
+    monkeypatch.setattr(verification, "NEAR_SHARE", 10.0)
     choice = choose_plan(experiment(), "tpu v5e:2x2", forbidden=forbidden, verify=3)
     assert len(compiled) == 3
     assert choice.plan == compiled[2]
@@ -291,6 +291,42 @@ def test_compiled_plans_are_ordered_by_the_compiler_s_clock(monkeypatch):
     on_gpu = choose_plan(experiment(), "gpu h100 x 4", forbidden=forbidden, verify=1)
     assert on_gpu.plan == compiled[0]
     assert "by the compiler's clock: no seconds; only the compiler of TPUs estimates cycles" in str(on_gpu)
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_zero_3_on_a_tpu_is_compiled_with_and_without_products_around_a_ring(monkeypatch, is_faster):
+    """The faster options of the best plan are those of the choice and of the next plan; a user's own options stay."""
+    compiled = []
+
+    def compile_report(recipe, platform):
+        """Report 1 ms, or 0.5 ms with the faster options."""
+        plan = recipe.keywords["plan"]
+        compiled.append(plan)
+        is_fast = (str(plan.compiler) == "overlap") is is_faster
+        events = (ProgramEvent("compute", cycles=int(1.5e6) // (2 if is_fast else 1)),)
+        fields = {"argument_bytes": 2**20, "output_bytes": 0, "alias_bytes": 0, "temp_bytes": 0}
+        return CompileReport(str(platform), schedule=ProgramSchedule("main", {"main": events}), **fields)
+
+    monkeypatch.setattr(verification, "compile_report", compile_report)
+    monkeypatch.setattr(verification, "NEAR_SHARE", 10.0)
+    base = Plan(mesh="fsdp:4", zero=3)
+    limits = {"fixed": ("mesh", "zero"), "forbidden": ("offload",)}
+    choice = choose_plan(experiment(), "tpu v5e:2x2", base, verify=3, **limits)
+    assert [str(plan.compiler) for plan in compiled[:2]] == ["default", "overlap"]
+    assert dataclasses.replace(compiled[1], compiler=compiled[0].compiler) == compiled[0]
+    faster_text = "overlap" if is_faster else "default"
+    assert all(str(plan.compiler) == faster_text for plan in compiled[2:])
+    assert str(choice.plan.compiler) == faster_text
+    assert ("--plan.compiler overlap" in flags_of(choice.plan)) is is_faster
+    assert ("compiler overlap" in plan_summary(choice.plan)) is is_faster
+    del compiled[:]
+    forbidden = choose_plan(
+        experiment(), "tpu v5e:2x2", base, verify=2, fixed=("mesh", "zero"), forbidden=("offload", "compiler")
+    )
+    assert {str(plan.compiler) for plan in (*compiled, forbidden.plan)} == {"default"}
+    del compiled[:]
+    choose_plan(experiment(), "tpu v5p:2x2x1", base, verify=2, **limits)
+    assert {str(plan.compiler) for plan in compiled} == {"default"}  # XLA makes no rings there
 
 
 def test_devices_that_share_a_chip_do_not_exceed_its_peak():
