@@ -51,8 +51,9 @@ def recipe(size: str) -> Any:
     experiment, _ = jx.load_file(str(RECIPE))
     sizes = dict(SIZES[size])
     batch = sizes.pop("batch")
-    model: Any = dataclasses.replace(experiment.model, **sizes)
-    data: Any = dataclasses.replace(experiment.data, context=sizes["context"])
+    model: Any = experiment.model
+    data: Any = experiment.data
+    model, data = dataclasses.replace(model, **sizes), dataclasses.replace(data, context=sizes["context"])
     plan = dataclasses.replace(experiment.plan, unroll=sizes["layers"])
     return dataclasses.replace(experiment, model=model, data=data, batch=batch, plan=plan)
 

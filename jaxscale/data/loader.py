@@ -85,7 +85,19 @@ class Opened:
         """
         if not all(map(len, self.parts)):
             raise UserError("held_out: got 1, which leaves nothing to train on; give a share below 1")
-        return Batches(self._batches, self.facts["hash"], start, self.note)
+        return Batches(self._batches, self.facts["hash"], start, self._run_note)
+
+    @property
+    def _run_note(self) -> str | None:
+        """The lines about the data that a run shows to the user; `None` if there are none."""
+        row_count = sum(map(len, self.parts))
+        lines = [] if self.note is None else [self.note]
+        if self.batch > row_count:
+            lines.append(
+                f"batch: {self.batch:,} rows a step are more than the {row_count:,} rows of the data, which are "
+                f"repeated within a batch; a batch of at most {row_count:,} rows takes less time"
+            )
+        return "\n".join(lines) or None
 
     def evaluation(self) -> "HeldOut":
         """Return the held-out batches, which can be iterated repeatedly; there are none if nothing is held out."""

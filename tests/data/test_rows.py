@@ -141,3 +141,16 @@ def test_data_is_equal_to_itself_alone():
     assert data == data
     assert data != Arrays({"x": X})
     assert len({data, Arrays({"x": X})}) == 2
+
+
+@pytest.mark.parametrize(("batch", "has_note"), [(8, False), (9, True)])
+def test_a_batch_that_is_larger_than_the_data_is_reported(batch, has_note):
+    """Ten rows, two of them held out, are repeated in a batch of nine."""
+    data = Arrays({"x": np.random.default_rng(5).normal(size=(10, 3))}, held_out=0.2)
+    note = data.open(batch, seed=0).train().note
+    assert (note is not None) is has_note
+    if has_note:
+        assert note == (
+            "batch: 9 rows a step are more than the 8 rows of the data, which are repeated within a batch; a batch of "
+            "at most 8 rows takes less time"
+        )
