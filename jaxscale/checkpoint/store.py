@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxscale.checkpoint.background_write import UNFINISHED_MARK
 from jaxscale.checkpoint.file_kinds import remove
 from jaxscale.checkpoint.host_copies import HostCopies, forget_copies
 from jaxscale.checkpoint.late_messages import drop_late_messages
@@ -39,9 +40,6 @@ from jaxscale.state.train_state import TrainState
 if TYPE_CHECKING:
     from jaxscale.recipe.experiment import Experiment
     from jaxscale.step.train_step import TrainStep
-
-_UNFINISHED_MARK = ".orbax-checkpoint-tmp"
-"""Text in the names of folders that Orbax has not committed yet."""
 
 
 class RestoredState(NamedTuple):
@@ -396,7 +394,7 @@ class Checkpoints:
     def _remove_partial(self) -> None:
         """Remove half-written checkpoints of a killed run."""
         for path in self.folder.iterdir() if self.folder.is_dir() else ():  # a bucket has no empty folders
-            is_partial = _UNFINISHED_MARK in path.name
+            is_partial = UNFINISHED_MARK in path.name
             if is_remote(path) and is_step_name(path.name):  # in a bucket, a committed folder has the file COMMITTED
                 is_partial = not (path / COMMITTED).exists()
             if is_partial and path.is_dir():

@@ -19,6 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxscale.checkpoint.background_write import BackgroundWrite
 from jaxscale.checkpoint.file_kinds import check_kinds
 from jaxscale.checkpoint.late_messages import drop_late_messages
 from jaxscale.checkpoint.mirror import COMMITTED, local_copy
@@ -400,7 +401,7 @@ def _single_process_context() -> Any:
 
 
 def start_save(path: Any, arrays: Mapping[str, Any], content: Mapping[str, Any]) -> Any:
-    """Start to write a checkpoint in the background, and return Orbax's future.
+    """Start to write a checkpoint in the background, and return the future of the save.
 
     Files are not compressed. Compression would save 8 % of the bytes of a train state, but a restore of 0.93 GB would
     take 2.9 to 3.7 processor seconds instead of 1.9 to 2.5 (two cores of an Intel Xeon, 2026-11-28).
@@ -416,4 +417,5 @@ def start_save(path: Any, arrays: Mapping[str, Any], content: Mapping[str, Any])
     context.array.saving.use_compression = False
     metadata: Any = {"jaxscale": content, "sha256": digest(content)}
     with context:
-        return ocp.save_async(str(path), dict(arrays), custom_metadata=metadata)
+        save = ocp.save_async(str(path), dict(arrays), custom_metadata=metadata)
+    return BackgroundWrite(save, path, sum(array.nbytes for array in arrays.values()))
