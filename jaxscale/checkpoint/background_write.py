@@ -4,9 +4,9 @@ TensorStore copies the whole state into the page cache by one thread. That threa
 the time that the steps leave; it gets the normal one again when somebody waits for the save, if the system permits. And
 the pages are written out and dropped while the file grows, so that its next pages are those just dropped. In a virtual
 machine, whose host must first provide fresh pages, the threads that write 0.93 GB then take 0.24 to 0.52 s of processor
-time instead of 1.9 to 2.2 s (two cores of an AMD EPYC (Zen 5), `experiments/benchmarks/checkpoint.py`, 2026-11-30), and
-the page cache keeps what it held, such as the training data. Durability does not depend on it: TensorStore still calls
-`fsync` before Orbax commits.
+time instead of 1.9 to 2.2 s (two cores of an AMD EPYC (Zen 5), 2026-11-30; `experiments/benchmarks/checkpoint.py`
+measures it), and the page cache keeps what it held, such as the training data. Durability does not depend on it:
+TensorStore still calls `fsync` before Orbax commits.
 
 References:
     sched(7): on Linux, threads have a nice value of their own; sync_file_range(2) and posix_fadvise(2), Linux manual
