@@ -3,9 +3,11 @@
 import functools
 
 import pytest
+from flax import nnx
 
 from jaxscale.compiler.compile import compile_report
 from jaxscale.models.decoder import Decoder
+from jaxscale.models.foreign import ForeignModel, classification
 from jaxscale.models.resnet import ResNet
 from jaxscale.planning.program import described_step, lowered_step, traced_step
 from jaxscale.platforms.platform import Platform
@@ -75,3 +77,85 @@ def test_gradients_of_blocks_outside_of_loops_come_last_where_the_compiler_delay
     are_weights = [shape[0] in (3, 7) for shape in shapes]  # kernels of 3 x 3 or 7 x 7; activations have 8 or 4 rows
     assert are_weights.count(True) == 5
     assert (are_weights == sorted(are_weights)) == late
+
+
+class AttentionBlocks(nnx.Module):
+    """Two blocks of attention to the row itself, of Flax's own layers and outside of loops."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.MultiHeadAttention(2, 32, decode=False, rngs=rngs) for _ in range(2)])
+        self.head = nnx.Linear(32, 4, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean(1))
+
+
+class Signals:
+    def shapes(self, batch):
+        return {"x": ((batch, 64, 32), "float32"), "labels": ((batch,), "int32")}
+
+
+def attention_program(platform, plan):
+    """Return the program of attention blocks, or of a microbatch; the scores of a row are 64 x 64 for each head."""
+    model = ForeignModel(AttentionBlocks, classification(inputs="x"))
+    experiment = Experiment("attention", model, Signals(), batch=16, plan=plan)
+    described = Platform.parse(platform)
+    program = traced_step(described_step(experiment, described), batch_shapes(experiment), described).program
+    loops = [operation.loop_body for operation in program.operations if operation.loop_body is not None]
+    return loops[0] if plan.microbatches > 1 else program
+
+
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.variant)])
+@pytest.mark.parametrize(("platform", "repeated_count"), [("tpu v5e:2x2", 0), ("tpu v6e:2x2", 2), ("gpu h100 x 4", 0)])
+def test_scores_that_blocks_outside_of_loops_keep_are_repeated_on_v6e(platform, repeated_count, microbatches):
+    """The scores of both blocks are computed in the forward pass, and on a v6e in the backward pass as well."""
+    plan = Plan(mesh="data:4", memory="dots", precision="bfloat16", microbatches=microbatches)
+    program = attention_program(platform, plan)
+    sizes = [
+        (program.avals[operation.outputs[0]].size, operation.is_backward)
+        for operation in program.operations
+        if operation.kind == "dot_general" and str(program.avals[operation.outputs[0]].dtype) == "float32"
+    ]
+    score_size = 16 // microbatches * 2 * 64 * 64
+    assert sizes.count((score_size, False)) == 2
+    assert sizes.count((score_size, True)) == repeated_count
+
+
+@pytest.mark.parametrize(
+    ("platform", "memory", "late"),
+    [
+        ("tpu v5e:2x2", "dots", True),
+        ("tpu v6e:2x2", "none", True),
+        ("tpu v5e:2x2", "full", False),
+        ("tpu v5p:2x2x1", "dots", False),
+    ],
+)
+def test_matrix_gradients_of_blocks_outside_of_loops_come_last_on_flat_slices(platform, memory, late):
+    """Every gradient of a weight, of shape (32, 2, 16) or (2, 16, 32), is computed after the other products."""
+    program = attention_program(platform, Plan(mesh="data:4", memory=memory, precision="bfloat16"))
+    are_weights = [
+        program.avals[operation.outputs[0]].size == 32 * 32
+        for operation in program.operations
+        if operation.is_backward and operation.kind == "dot_general"
+    ]
+    assert are_weights.count(True) == 2 * 4
+    tail = are_weights[are_weights.index(True) :]
+    assert all(tail) == late
+
+
+@pytest.mark.parametrize(
+    ("platform", "compiler", "product_fusion"),
+    [
+        ("tpu v5e:2x2", "default", "local"),
+        ("tpu v5e:2x2", "overlap", "all"),
+        ("tpu v5e:2x2", "xla_tpu_scoped_vmem_limit_kib=1024", "local"),
+        ("tpu v5p:2x2x1", "overlap", "all"),
+    ],
+)
+def test_options_of_the_compiler_decide_whether_products_run_around_a_ring(platform, compiler, product_fusion):
+    """A ring stores the operands of its products; a fusion computes them inside the product."""
+    experiment, described = tiny(), Platform.parse(platform)
+    step = described_step(experiment, described, Plan(mesh="fsdp:4", zero=3, compiler=compiler))
+    assert traced_step(step, batch_shapes(experiment), described).compiler.product_fusion == product_fusion
