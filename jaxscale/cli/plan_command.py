@@ -41,7 +41,7 @@ class ChoosePlan:
         platform: platform to plan for, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
         platforms: several platforms to compare, separated by commas, as in "tpu v5e:4x4, gpu h100 x 8".
         forbid: settings that are not used, separated by commas: tensor, sequence, replica, zero, microbatches,
-            pipeline, memory, offload, loss_chunk or sequence_parallel.
+            pipeline, memory, offload, loss_chunk, sequence_parallel or compiler.
         objective: with time, the fastest step; with memory, the step that takes the least memory; with chips, the
             fastest step on the smallest machine, up to the platform, that it fits; with cost, the platform with the
             most tokens for a dollar, which requires --platforms and --prices.

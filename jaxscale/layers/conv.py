@@ -45,7 +45,8 @@ and the output's gradient serves as the kernel."""
 
 POSITIONS_PER_CHUNK = 512
 """Output positions whose patches are made at once for `dw`, at least one image: 512 `h w C` floats, 1.2 MB for 3 x 3
-kernels of 64 channels. For the stages of a ResNet-18 on images of 32 x 32, none of 256 to 2,048 is 3% faster."""
+kernels of 64 channels. For the stages of a ResNet-18 on images of 32 x 32, other sizes from 256 to 2,048 are less than
+3 % faster."""
 MAX_POSITIONS_PER_IMAGE = 4096
 """Output positions of an image up to which products compute `dw`: the patches of larger images do not stay in the
 cache."""
@@ -240,6 +241,8 @@ def convolve(
     x: Float[Array, "B I J C"], w: Float[Array, "h w C O"], *, stride: int = 1, padding: Padding = "SAME"
 ) -> Float[Array, "B P Q O"]:
     """Compute the cross-correlation of `x` with `w`, in the type of `x`; the gradient of `w` has the type of `w`.
+
+    A convolution in float32 on a CPU has no forward-mode derivative (`jax.jvp`); one of mixed types has none anywhere.
 
     y[b, p, q, o] = sum over i, j, c of x[b, s p + i - low, s q + j - low, c] * w[i, j, c, o].
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from jaxscale.compiler.described import abstract_device, lacks_memories, lower_for
 from jaxscale.planning import accuracy
 from jaxscale.planning.fusion import Compiler
-from jaxscale.platforms.compiler_options import WINDOWED_EINSUM_THRESHOLD
+from jaxscale.platforms.compiler_options import NO_RINGS, WINDOWED_EINSUM_THRESHOLD
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.dims import placement_of
 from jaxscale.programs.flat import FlatProgram, flatten
@@ -122,7 +122,8 @@ def _has_ring_gradients(step: TrainStep, platform: Platform) -> bool:
 
 def _has_ring_products(platform: Platform, plan: Plan) -> bool:
     """Return whether XLA may compute products around a ring: on a TPU slice with a two-dimensional topology."""
-    return _is_flat(platform) and WINDOWED_EINSUM_THRESHOLD not in plan.compiler.of(platform.chip)
+    threshold = plan.compiler.of(platform.chip).get(WINDOWED_EINSUM_THRESHOLD, 0)
+    return _is_flat(platform) and int(threshold) < NO_RINGS
 
 
 def _is_flat(platform: Platform) -> bool:

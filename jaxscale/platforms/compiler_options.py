@@ -40,7 +40,8 @@ _TOGETHER = "v5e:4x4: +34.0 MB of temporaries together with the other one, none 
 
 WINDOWED_EINSUM_THRESHOLD = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 """Option of libtpu: MiB of a product's operand from which on the product is computed around a ring of devices."""
-_NO_RINGS = 1_000_000
+NO_RINGS = 1_000_000
+"""A threshold that no operand reaches."""
 
 SETS: Mapping[str, Mapping[str, tuple[Recommended, ...]]] = {
     "overlap": {
@@ -57,7 +58,7 @@ SETS: Mapping[str, Mapping[str, tuple[Recommended, ...]]] = {
         "v5e": (
             Recommended("xla_enable_async_all_reduce", True, _MAXTEXT, _TOGETHER),
             Recommended("xla_tpu_enable_async_collective_fusion_fuse_all_reduce", True, _MAXTEXT, _TOGETHER),
-            Recommended(WINDOWED_EINSUM_THRESHOLD, _NO_RINGS, _CLOCK, "v5e:4x4: -26.7 MB, 0.45x the seconds"),
+            Recommended(WINDOWED_EINSUM_THRESHOLD, NO_RINGS, _CLOCK, "v5e:4x4: -26.7 MB, 0.45x the seconds"),
         ),
         "v5p": (
             Recommended(
@@ -68,7 +69,7 @@ SETS: Mapping[str, Mapping[str, tuple[Recommended, ...]]] = {
             Recommended(
                 "xla_tpu_enable_sparse_core_collective_offload_all_gather", True, _MAXTEXT, "v6e:4x4: +33.6 MB"
             ),
-            Recommended(WINDOWED_EINSUM_THRESHOLD, _NO_RINGS, _CLOCK, "v6e:4x4: -6.8 MB, 0.36x the seconds"),
+            Recommended(WINDOWED_EINSUM_THRESHOLD, NO_RINGS, _CLOCK, "v6e:4x4: -6.8 MB, 0.36x the seconds"),
         ),
     },
     "vmem": {

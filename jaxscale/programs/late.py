@@ -98,9 +98,9 @@ def with_late_gradients(
 
     Args:
         program: program of a step; the body of its loop over microbatches is changed, too.
-        product_kinds: kinds of the products that run late, with the operations that read them.
         in_layers: whether to do the same in a loop over layers: in each layer's backward pass, such operations run
             last. Otherwise a backward pass with a loop over layers remains unchanged.
+        product_kinds: kinds of the products that run late, with the operations that read them.
 
     Example:
         >>> import jax, jax.numpy as jnp

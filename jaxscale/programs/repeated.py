@@ -10,12 +10,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.programs.flat import FlatProgram, Operation
+from jaxscale.programs.flat import VIEWS, FlatProgram, Operation
 from jaxscale.programs.kinds import has_both_passes
+
+_COPIES = (*VIEWS, "convert_element_type", "transpose", "copy", "sharding_constraint", "reduce_precision", "retile")
+"""Operations whose result is a weight if their operand is one."""
 
 
 def with_repeated_scores(program: FlatProgram) -> FlatProgram:
-    """Return a program that repeats products of two activations in the backward pass, if `jax.checkpoint` keeps them.
+    """Return a program that repeats products of two activations in the backward pass, if that pass reads them.
 
     Args:
         program: program of a step; the body of its loop over microbatches is changed, too.
@@ -23,39 +26,40 @@ def with_repeated_scores(program: FlatProgram) -> FlatProgram:
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from jaxscale.programs.flat import flatten
-        >>> scores = lambda q, k: jnp.sin(jnp.einsum("btd,bsd->bts", q, k))
+        >>> scores = lambda x: jnp.sin(jnp.einsum("btd,bsd->bts", jnp.exp(x), jnp.cos(x)))
         >>> kept = jax.checkpoint(scores, policy=jax.checkpoint_policies.dots_saveable)
-        >>> fn = jax.grad(lambda q, k: jnp.sum(kept(q, k)))
-        >>> program = flatten(jax.make_jaxpr(fn)(jnp.ones((2, 4, 8)), jnp.ones((2, 4, 8))))
+        >>> program = flatten(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(kept(x))))(jnp.ones((2, 16, 4))))
         >>> count = lambda program: sum(operation.kind == "dot_general" for operation in program.operations)
         >>> count(program), count(with_repeated_scores(program))
-        (2, 3)
+        (3, 4)
     """
-    avals, names = dict(program.avals), dict(program.names)
+    avals = dict(program.avals)
     operations: list[Operation] = []
+    weights: set[int | None] = {*program.inputs, None}
     repeated_by_kept: dict[int, int] = {}  # by the number of a kept value, that of the repeated one
     product_by_kept: dict[int, Operation] = {}
     for operation in program.operations:
         body = operation.loop_body
         if body is not None and has_both_passes(body):
             operation = dataclasses.replace(operation, loop_body=with_repeated_scores(body))
-        if operation.is_backward or operation.loop_body is not None:
+        if operation.kind in _COPIES and weights.issuperset(operation.inputs):
+            weights.update(operation.outputs)
+        if operation.is_backward:
             for kept_value in product_by_kept.keys() & set(operation.inputs):
                 if kept_value not in repeated_by_kept:
-                    repeated_value = max(avals) + 1
+                    repeated_value = repeated_by_kept[kept_value] = max(avals) + 1
                     avals[repeated_value] = avals[kept_value]
-                    repeated_by_kept[kept_value] = repeated_value
-                    operations.append(
-                        dataclasses.replace(product_by_kept[kept_value], outputs=(repeated_value,), is_backward=True)
-                    )
+                    product = product_by_kept[kept_value]
+                    operations.append(dataclasses.replace(product, outputs=(repeated_value,), is_backward=True))
             inputs = tuple(value if value is None else repeated_by_kept.get(value, value) for value in operation.inputs)
             operation = dataclasses.replace(operation, inputs=inputs)
-        elif operation.kind == "dot_general" and _is_expanding(operation, avals):
-            product_by_kept |= dict.fromkeys(operation.outputs, operation)
+        elif operation.kind == "dot_general" and weights.isdisjoint(operation.inputs):
+            if _is_expanding(operation, avals):
+                product_by_kept |= dict.fromkeys(operation.outputs, operation)
         elif operation.kind == "reduce_precision" and operation.inputs[0] in product_by_kept:
             product_by_kept[operation.outputs[0]] = product_by_kept[operation.inputs[0]]
         operations.append(operation)
-    return dataclasses.replace(program, operations=operations, avals=avals, names=names)
+    return dataclasses.replace(program, operations=operations, avals=avals)
 
 
 def _is_expanding(product: Operation, avals: Mapping[int, Any]) -> bool:

@@ -43,9 +43,31 @@ def test_scores_are_repeated_and_products_with_a_weight_are_not():
 
 def test_values_that_only_the_forward_pass_reads_are_not_repeated():
     program = flatten(
-        jax.make_jaxpr(lambda q, k: jnp.exp(jnp.einsum("btd,bsd->bts", q, k)))(*[jnp.ones((2, 16, 4))] * 2)
+        jax.make_jaxpr(lambda q, k: jnp.exp(jnp.einsum("btd,bsd->bts", jnp.sin(q), jnp.sin(k))))(
+            *[jnp.ones((2, 16, 4))] * 2
+        )
     )
     assert len(with_repeated_scores(program).operations) == len(program.operations)
+
+
+def test_products_with_the_weights_of_experts_are_not_repeated():
+    """A weight has a batch dim here, the expert, and the result is larger than both operands."""
+
+    def loss(x, weights):
+        hidden = jnp.einsum("ebd,edf->ebf", jnp.sin(x), weights.astype(jnp.bfloat16).astype(jnp.float32))
+        return jnp.sum(jnp.exp(hidden))
+
+    program = kept_program(loss, (2, 64, 4), (2, 4, 32))
+    assert products(with_repeated_scores(program)) == products(program)
+
+
+def test_a_loop_of_the_forward_pass_repeats_nothing():
+    def forward(q, k):
+        scores = jnp.einsum("btd,bsd->bts", jnp.sin(q), jnp.sin(k))
+        return jax.lax.scan(lambda total, row: (total + row, None), scores[0], scores)[0]
+
+    program = flatten(jax.make_jaxpr(forward)(*[jnp.ones((2, 16, 4))] * 2))
+    assert products(with_repeated_scores(program)) == products(program)
 
 
 def test_a_loop_over_layers_keeps_its_scores():

@@ -291,7 +291,9 @@ def choose_plan(
         objective: "time", the fastest plan that fits; "memory", the plan that takes the least memory; "chips", the
             fastest plan on the smallest machine on which a plan fits. With "chips", machines of the platform's kind are
             tried, up to the platform's size.
-        verify: number of plans to compile, the best first; the best of those that fit is chosen.
+        verify: number of plans to compile, the best first; the best of those that fit is chosen. A plan with ZeRO 3
+            for a TPU v5e or v6e is compiled with and without products around a ring until one of the two fits; after
+            that, plans are compiled with the better options alone.
         make: function that returns the experiment, called in the process that compiles; required with `verify` if the
             experiment is not picklable.
 
@@ -359,6 +361,8 @@ def search_for(
                 f"{parameter_name}: got the text {setting_names!r}, expected names of settings, such as "
                 f"({setting_names!r},)"
             )
+    if "compiler" in forbidden:
+        base_plan = dataclasses.replace(base_plan, compiler=DEFAULT)
     choices = Choices(base_plan, frozenset(fixed), frozenset(forbidden))
     limit_argument, host_limit_argument = limit_bytes(limit, "limit"), limit_bytes(host_limit, "host_limit")
     device_limit = usable_bytes(parsed_platform) if limit_argument is None else limit_argument

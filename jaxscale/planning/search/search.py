@@ -33,7 +33,7 @@ from jaxscale.planning.search.space import (
 )
 from jaxscale.planning.search.step_bytes import bytes_by_kind, sum_of_kinds
 from jaxscale.planning.search.step_seconds import StepSeconds, step_seconds
-from jaxscale.planning.search.verification import Verification, in_order_of_clock
+from jaxscale.planning.search.verification import Verification
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
@@ -104,7 +104,8 @@ class Search:
         fitting_plans.sort(key=self._plan_sort_key)
         if compile_count:
             # by estimate, all fit; according to the compiler, some may not
-            fitting_plans = self._verified_plans(fitting_plans, compile_count, make)
+            verification = Verification(self.experiment, self.platform, self.choices, self.limit, self.objective, make)
+            fitting_plans = verification.in_order(fitting_plans, compile_count)
         plans = tuple(judged_plan for judged_plan in fitting_plans if judged_plan.fits)
         rejected_plans += [judged_plan for judged_plan in fitting_plans if not judged_plan.fits]
         if not plans:
@@ -406,22 +407,6 @@ class Search:
         """Return whether a step fits device and host; an unknown limit is never exceeded."""
         limits_and_bytes = ((self.limit, step_estimate.device_bytes), (self.host_limit, step_estimate.host_bytes))
         return all(limit is None or byte_count <= limit for limit, byte_count in limits_and_bytes)
-
-    def _verified_plans(
-        self, fitting_plans: list[JudgedPlan], compile_count: int, make: Callable[[], Experiment] | None
-    ) -> list[JudgedPlan]:
-        """Compile the first plans, and more until one fits; return all plans, the compiled ones first.
-
-        Plans that fit and are modeled to be nearly as fast as the fastest come first, sorted by the compiler's
-        estimates of seconds.
-        """
-        verification = Verification(self.experiment, self.platform, self.choices, self.limit, compile_count, make)
-        compiled_plans, other_plans = verification.compiled_plans(fitting_plans)
-        compiled_plans.sort(key=self._plan_sort_key)
-        if self.objective != "time":
-            return [*compiled_plans, *other_plans]
-        near_plans, far_plans = in_order_of_clock(compiled_plans)
-        return [*near_plans, *far_plans, *other_plans]
 
     def _refusal_text(self) -> str:
         """Return the reasons why every plan is refused, as text."""
