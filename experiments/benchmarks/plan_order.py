@@ -9,7 +9,7 @@ Plans of one device differ in memory rule, microbatches, chunks of the loss and 
 steps are timed in turns, by processor seconds, and the median of the rounds counts. Spearman's coefficient compares the
 two orders: 1 if they are equal, about 0 if they are unrelated. The coefficient of the odd and the even rounds shows how
 far the machine repeats its own order. The ratio of modeled to measured seconds has no bar: the assumed rates are those
-of one processor (`jaxscale/planning/search/processor.py`). `MALLOC_TRIM_THRESHOLD_=131072` before the command shows the
+of one processor (`jaxscale/platforms/processor.py`). `MALLOC_TRIM_THRESHOLD_=131072` before the command shows the
 steps of a process that returns freed memory to the kernel (`jaxscale/platforms/cpu_memory.py`).
 """
 

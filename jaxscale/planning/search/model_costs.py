@@ -13,10 +13,10 @@ from jaxscale.memory.decide import decide
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning.estimate import of_step
 from jaxscale.planning.program import described_step
-from jaxscale.planning.search.processor import rated_processor
 from jaxscale.planning.search.traffic import Sizes, sizes_of
 from jaxscale.planning.stage_prices import gradient_seconds, head_price
 from jaxscale.platforms.platform import Chip, Platform, chips
+from jaxscale.platforms.processor import rated_processor
 from jaxscale.programs import roofline
 from jaxscale.programs.collect import BlockCall
 from jaxscale.recipe.experiment import Experiment

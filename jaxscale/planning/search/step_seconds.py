@@ -25,12 +25,12 @@ from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.planning.search.links import collective_seconds, route
 from jaxscale.planning.search.model_costs import Kept, SplitCosts, rated, split_costs
-from jaxscale.planning.search.processor import FORMAT_OPERATIONS as PROCESSOR_FORMAT_OPERATIONS
-from jaxscale.planning.search.processor import MEMORY_BANDWIDTH, memory_seconds
-from jaxscale.planning.search.processor import SUM_BYTES as PROCESSOR_SUM_BYTES
 from jaxscale.planning.search.space import Variant
 from jaxscale.planning.search.traffic import Transfer, transfers
 from jaxscale.platforms.platform import Platform
+from jaxscale.platforms.processor import FORMAT_OPERATIONS as PROCESSOR_FORMAT_OPERATIONS
+from jaxscale.platforms.processor import MEMORY_BANDWIDTH, memory_seconds
+from jaxscale.platforms.processor import SUM_BYTES as PROCESSOR_SUM_BYTES
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import OffloadPlan, Plan
 from jaxscale.sharding.mesh import MeshSpec

@@ -4,10 +4,10 @@ import pytest
 
 import jaxscale as jx
 from jaxscale.planning.search.model_costs import rated, split_costs
-from jaxscale.planning.search.processor import CACHE_BYTES, LOSS_PASSES, MEMORY_BANDWIDTH, memory_seconds
 from jaxscale.planning.search.space import Variant
 from jaxscale.planning.search.step_seconds import modeled_seconds, step_seconds
 from jaxscale.platforms.platform import Platform
+from jaxscale.platforms.processor import CACHE_BYTES, LOSS_PASSES, MEMORY_BANDWIDTH, memory_seconds
 
 
 def test_what_fits_the_cache_costs_nothing_and_the_rest_moves_once_each_way():
