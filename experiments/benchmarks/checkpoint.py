@@ -7,19 +7,18 @@ state is saved, and steps run until it is committed: they are compared with the 
 seconds of the save. Then the page cache of the files is dropped and `dd` reads them, it is dropped again and the
 state is restored, up to the arrays on the device; both in turns. On a CPU a save and the steps share the cores, so what
 it computes (hashes, copies) slows the steps; on an accelerator it does not. "Steps lose" is the time that the steps
-beside the save take longer than alone: a save at low priority may slow more steps by less. "Threads that write" is the
-processor time of TensorStore's threads, which other programs on the machine hardly change. The first round, which
+beside the save take longer than alone: a longer save may slow more steps by less. "Threads that write" is the processor
+time of TensorStore's threads, which other programs on the machine change less than the seconds. The first round, which
 imports, is not counted.
 
 On 2026-11-28, on 2 cores of an Intel Xeon, JAX 0.10.2: the next step waits 0.81 s, steps beside the save take 1.33x,
 it is committed after 4.0 to 7.4 s; a restore takes 1.3 to 1.6 s, 0.35x of the speed of `dd`. Both bars are missed.
 
-On 2026-11-30, on 2 cores of AMD EPYC (Zen 5), JAX 0.10.2. Before `checkpoint/background_write.py`, on the quiet
-machine: the next step waits 0.46 s, steps beside the save take 1.34x, it is committed after 4.1 s, steps lose 1.0 s; a
-restore takes 1.07 s, 0.26x of `dd`. With it, in the one round without other programs: 0.41 s, 1.30x, committed after
-2.7 s, steps lose 0.5 s. While other programs wanted both cores, in turns without and with it: the threads that write
-take 1.9 to 2.2 s of processor time without it and 0.24 to 0.52 s with it, and the save is committed after 16 to 25 s
-and 7 to 10 s. Both bars are missed: the machine had no quiet hour to find out what else slows the steps.
+On 2026-11-30, on 2 cores of AMD EPYC (Zen 5), JAX 0.10.2, before `checkpoint/page_cache.py`, on the quiet machine: the
+next step waits 0.46 s, steps beside the save take 1.34x, it is committed after 4.1 s, steps lose 1.0 s; a restore takes
+1.07 s, 0.26x of `dd`. Both bars are missed. The full benchmark has not been run with `checkpoint/page_cache.py`: in
+one-off saves of 0.97 GB beside other programs, three each in turns, the threads that write took 1.6 to 2.1 s of
+processor time without it and 0.20 to 0.26 s with it.
 """
 
 import argparse
@@ -55,13 +54,13 @@ def drop_from_cache(files: list[Path]) -> None:
 
 def processor_seconds() -> dict[int, float]:
     """Return the processor time of each of TensorStore's threads that run now, by the thread's id (Linux)."""
-    from jaxscale.checkpoint.background_write import writer_ids
-
     seconds_by_id: dict[int, float] = {}
-    for thread_id in writer_ids():
+    for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended
-            fields = Path(f"/proc/self/task/{thread_id}/stat").read_text().rpartition(")")[2].split()
-            seconds_by_id[thread_id] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            name, _, numbers = (task / "stat").read_bytes().rpartition(b")")
+            if b"(ts_" in name:
+                fields = numbers.split()
+                seconds_by_id[int(task.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return seconds_by_id
 
 

@@ -17,6 +17,8 @@ from jaxscale.records.storage import is_remote
 
 COMMITTED = "commit_success.txt"
 """Name of the file that Orbax writes last; a folder without this file is not a checkpoint."""
+UNFINISHED_MARK = ".orbax-checkpoint-tmp"
+"""Text in the names of local folders that Orbax has not committed yet."""
 
 
 def is_mirrored(path: Any) -> bool:

@@ -14,11 +14,10 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxscale.checkpoint.background_write import UNFINISHED_MARK
 from jaxscale.checkpoint.file_kinds import remove
 from jaxscale.checkpoint.host_copies import HostCopies, forget_copies
 from jaxscale.checkpoint.late_messages import drop_late_messages
-from jaxscale.checkpoint.mirror import COMMITTED, is_mirrored, make_staging_path, upload
+from jaxscale.checkpoint.mirror import COMMITTED, UNFINISHED_MARK, is_mirrored, make_staging_path, upload
 from jaxscale.checkpoint.verified import (
     FORMAT,
     DamagedError,
@@ -234,8 +233,9 @@ class Checkpoints:
         with self._explain_disk_errors():
             checkpoint_path = self._folder(description.step)
             write_path = make_staging_path(checkpoint_path) if is_mirrored(checkpoint_path) else checkpoint_path
-            orbax_save = start_save(write_path, arrays, content)
-            save = orbax_save if write_path is checkpoint_path else upload(orbax_save, write_path, checkpoint_path)
+            is_staged = write_path is not checkpoint_path
+            orbax_save = start_save(write_path, arrays, content, is_read_soon=is_staged)
+            save = upload(orbax_save, write_path, checkpoint_path) if is_staged else orbax_save
             self._running_save = (description, save)
         if wait:
             self.wait()
