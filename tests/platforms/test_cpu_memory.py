@@ -25,12 +25,12 @@ step = jx.build(jx.Experiment("loop", model, jx.data.Text("text.txt", context=12
 tokens = np.zeros((64, 128), np.int32)
 state, batch = step.init(), step.place({"tokens": tokens, "targets": tokens})
 faults = []
-for _ in range(4):
+for _ in range(8):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     state, metrics = step(state, batch)
     float(metrics["loss"])
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(faults[-1])
+print(sorted(faults[2:])[2])  # a thread that joins late under load brings pages of its own
 """
 
 
