@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,13 @@ _START, _WAIT = 2, 1 | 2 | 4
 """Flags of sync_file_range: start to write pages out; wait until they are written."""
 
 
-def drop_written_pages(save: Any, path: Any, byte_count: int) -> None:
+def drop_written_pages(has_ended: Callable[[], bool], path: Any, byte_count: int) -> None:
     """Start a thread that drops the pages of a running save from the page cache, once they are written, until its end.
 
-    An error in this thread ends it, and nothing else: the save goes on without it.
+    If the system refuses a call, the thread ends, and the save goes on without it.
 
     Args:
-        save: Orbax's future.
+        has_ended: function that returns whether the save has ended, with or without an error.
         path: folder of the checkpoint; buckets are not followed.
         byte_count: bytes that this process writes; a small number is not followed.
     """
@@ -51,29 +52,18 @@ def drop_written_pages(save: Any, path: Any, byte_count: int) -> None:
     data_folder = f"*/ocdbt.process_{jax.process_index()}/d/*"  # others may write on the same file system
     prefix = glob.escape(str(path))
     patterns = (f"{prefix}{UNFINISHED_MARK}*/{data_folder}", f"{prefix}/{data_folder}")
-    thread = threading.Thread(target=_follow, args=(save, patterns), name="drop-written-pages", daemon=True)
+    thread = threading.Thread(target=_follow, args=(has_ended, patterns), name="drop-written-pages", daemon=True)
     with contextlib.suppress(RuntimeError):  # the system has no thread left
         thread.start()
 
 
-def _is_done(save: Any) -> bool:
-    """Return whether a save has ended, with or without an error."""
-    try:
-        save.result(timeout=0)
-    except TimeoutError:
-        return False
-    except Exception:
-        return True  # those who wait for the save get the error, too
-    return True
-
-
-def _follow(save: Any, patterns: tuple[str, ...]) -> None:
+def _follow(has_ended: Callable[[], bool], patterns: tuple[str, ...]) -> None:
     """Drop what a save has written to the files that match the patterns, until it ends; then the rest of them."""
     files: dict[str, _GrowingFile] = {}  # those that are open, by their names, which stay when the folder is renamed
     closed_sizes: dict[str, int] = {}  # bytes of each file when it was closed
     look_time, growth_time = 0.0, time.monotonic()
     try:
-        while not _is_done(save) and time.monotonic() < growth_time + _LONGEST_QUIET_S:
+        while not has_ended() and time.monotonic() < growth_time + _LONGEST_QUIET_S:
             if time.monotonic() >= look_time:
                 _open_grown(patterns, files, closed_sizes)
                 look_time = time.monotonic() + _LOOK_S
@@ -87,7 +77,7 @@ def _follow(save: Any, patterns: tuple[str, ...]) -> None:
         _open_grown(patterns, files, closed_sizes)
         for file in files.values():
             file.drop_rest()
-    except Exception:  # such as a file system without these calls
+    except OSError:  # a file system without these calls, or no descriptor left
         return
     finally:
         for file in files.values():
@@ -115,24 +105,23 @@ class _GrowingFile:
     def __init__(self, path: Path, start: int) -> None:
         self.descriptor = os.open(path, os.O_RDONLY)
         self.growth_time = time.monotonic()  # when it was last found larger, in seconds
-        self._byte_count = self._started = self._dropped = (
-            start  # of which the write-out started, and that were dropped
-        )
+        # offsets: the end of the file, of what is being written out, and of what was dropped
+        self._byte_count = self._written_stop = self._dropped_stop = start
 
     def drop_written(self) -> None:
         """Start to write out what was appended, and drop what was started in the last call."""
         byte_count = self._grow()
-        if byte_count - self._started < _WINDOW_BYTES:
+        if byte_count - self._written_stop < _WINDOW_BYTES:
             return
-        _sync_range(self.descriptor, self._started, byte_count, _START)
-        self._drop(self._started)
-        self._started = byte_count
+        _sync_range(self.descriptor, self._written_stop, byte_count, _START)
+        self._drop(self._written_stop)
+        self._written_stop = byte_count
 
     def drop_rest(self) -> int:
         """Write out and drop all that the file holds; return its bytes."""
         self._drop(self._grow())
-        self._started = self._dropped
-        return self._dropped
+        self._written_stop = self._dropped_stop
+        return self._dropped_stop
 
     def _grow(self) -> int:
         """Return the bytes of the file, and record whether it has grown."""
@@ -143,10 +132,10 @@ class _GrowingFile:
 
     def _drop(self, stop: int) -> None:
         """Wait until the pages up to an offset are written, and drop them."""
-        if stop > self._dropped:
-            _sync_range(self.descriptor, self._dropped, stop, _WAIT)
-            os.posix_fadvise(self.descriptor, self._dropped, stop - self._dropped, os.POSIX_FADV_DONTNEED)
-            self._dropped = stop
+        if stop > self._dropped_stop:
+            _sync_range(self.descriptor, self._dropped_stop, stop, _WAIT)
+            os.posix_fadvise(self.descriptor, self._dropped_stop, stop - self._dropped_stop, os.POSIX_FADV_DONTNEED)
+            self._dropped_stop = stop
 
 
 def _sync_range(descriptor: int, start: int, stop: int, flags: int) -> None:

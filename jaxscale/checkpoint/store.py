@@ -24,6 +24,7 @@ from jaxscale.checkpoint.verified import (
     Description,
     Restored,
     first_line,
+    has_ended,
     is_out_of_device_memory,
     is_step_name,
     read_content,
@@ -250,14 +251,8 @@ class Checkpoints:
         Raises:
             UserError: the save failed.
         """
-        if self._running_save is None:
+        if self._running_save is None or not has_ended(self._running_save[1]):
             return None
-        try:
-            self._running_save[1].result(timeout=0)
-        except TimeoutError:
-            return None
-        except Exception:
-            pass  # `wait` raises the error again, with an explanation
         return self.wait()
 
     def wait(self) -> Description | None:

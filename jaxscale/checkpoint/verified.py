@@ -6,6 +6,7 @@ checkpoint of a newer version or of another model is a user's mistake (`UserErro
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import hashlib
 import json
@@ -420,8 +421,19 @@ def start_save(path: Any, arrays: Mapping[str, Any], content: Mapping[str, Any],
     with context:
         save = ocp.save_async(str(path), dict(arrays), custom_metadata=metadata)
     if not is_read_soon:
-        drop_written_pages(save, path, _written_byte_count(arrays))
+        drop_written_pages(functools.partial(has_ended, save), path, _written_byte_count(arrays))
     return save
+
+
+def has_ended(save: Any) -> bool:
+    """Return whether a save has ended, with or without an error; `result` of the future raises the error."""
+    try:
+        save.result(timeout=0)
+    except TimeoutError:
+        return False
+    except Exception:
+        return True
+    return True
 
 
 def _written_byte_count(arrays: Mapping[str, Any]) -> int:

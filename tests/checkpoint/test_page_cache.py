@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -16,6 +17,7 @@ from jaxscale.checkpoint import store, verified
 from jaxscale.checkpoint.mirror import UNFINISHED_MARK
 from jaxscale.checkpoint.page_cache import drop_written_pages
 from jaxscale.checkpoint.store import Checkpoints, Description
+from jaxscale.checkpoint.verified import has_ended
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems lack these calls")
 RNG = np.random.default_rng(0)
@@ -122,7 +124,7 @@ def test_all_pages_of_a_save_are_written_out_and_dropped_and_it_is_restored_bit_
 
 def test_pages_are_dropped_while_the_file_grows(tmp_path, calls):
     file, save, window = data_file(tmp_path / "1"), Save(), bytes(module._WINDOW_BYTES)
-    drop_written_pages(save, tmp_path / "1", 1 << 40)
+    drop_written_pages(partial(has_ended, save), tmp_path / "1", 1 << 40)
     with file.open("wb", buffering=0) as writer:
         for count in range(1, 4):
             writer.write(window)
@@ -139,7 +141,7 @@ def test_pages_are_dropped_while_the_file_grows(tmp_path, calls):
 def test_a_file_that_no_longer_grows_is_dropped_and_closed_and_followed_again_if_it_grows(tmp_path, calls, monkeypatch):
     monkeypatch.setattr(module, "_QUIET_S", 0.2)
     file, save = data_file(tmp_path / "1"), Save()
-    drop_written_pages(save, tmp_path / "1", 1 << 40)
+    drop_written_pages(partial(has_ended, save), tmp_path / "1", 1 << 40)
     for byte_count in (1000, 3000):
         with file.open("ab") as writer:
             writer.write(bytes(byte_count - writer.tell()))
@@ -157,7 +159,7 @@ def test_only_the_files_of_this_process_are_followed(tmp_path, calls, monkeypatc
         data_file(tmp_path / "1", index).write_bytes(bytes(1000))
     monkeypatch.setattr(jax, "process_index", lambda: process)
     save = Save()
-    drop_written_pages(save, tmp_path / "1", 1 << 40)
+    drop_written_pages(partial(has_ended, save), tmp_path / "1", 1 << 40)
     save.released.set()
     wait_until(lambda: not followers())
     assert {os.path.basename(path) for _, path, _, _ in calls} == {f"data{process}"}
@@ -165,7 +167,7 @@ def test_only_the_files_of_this_process_are_followed(tmp_path, calls, monkeypatc
 
 @pytest.mark.parametrize(("path", "byte_count"), [("small", module._MIN_BYTES - 1), ("gs://bucket/1", 1 << 40)])
 def test_small_states_and_buckets_are_not_followed(tmp_path, path, byte_count):
-    drop_written_pages(Save(), path if "://" in path else tmp_path / path, byte_count)
+    drop_written_pages(partial(has_ended, Save()), path if "://" in path else tmp_path / path, byte_count)
     assert not followers()
 
 
@@ -198,8 +200,10 @@ def test_files_that_are_uploaded_after_the_save_stay_in_the_page_cache(tmp_path,
 
 
 @pytest.mark.parametrize("error", [OSError("not supported"), ValueError("unexpected")])
-def test_a_refusal_of_the_system_leaves_the_save_intact(tmp_path, monkeypatch, error):
-    refusals = []
+def test_an_error_of_the_thread_leaves_the_save_intact(tmp_path, monkeypatch, error):
+    """What the system refuses ends the thread; an error of any other kind is shown, too."""
+    refusals, shown_errors = [], []
+    monkeypatch.setattr(threading, "excepthook", lambda event: shown_errors.append(event.exc_value))
 
     def refuse(*_):
         refusals.append(error)
@@ -210,6 +214,7 @@ def test_a_refusal_of_the_system_leaves_the_save_intact(tmp_path, monkeypatch, e
     assert checkpoints.save_arrays(ARRAYS, DESCRIPTION, wait=True)
     wait_until(lambda: not followers())
     assert refusals == [error]  # the first one ends the thread
+    assert shown_errors == ([] if isinstance(error, OSError) else [error])
     assert not open_files(tmp_path)
     check_restored(checkpoints)
 
@@ -219,14 +224,14 @@ def test_a_system_without_a_free_thread_leaves_the_save_intact(tmp_path, monkeyp
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    drop_written_pages(Save(), tmp_path / "1", 1 << 40)
+    drop_written_pages(partial(has_ended, Save()), tmp_path / "1", 1 << 40)
     assert not followers()
 
 
 def test_the_thread_ends_when_the_save_fails(tmp_path):
     file, save = data_file(tmp_path / "1"), Save(RuntimeError("the disk is full"))
     file.write_bytes(bytes(1000))
-    drop_written_pages(save, tmp_path / "1", 1 << 40)
+    drop_written_pages(partial(has_ended, save), tmp_path / "1", 1 << 40)
     wait_until(lambda: open_files(tmp_path))
     assert followers()
     save.released.set()
@@ -236,5 +241,5 @@ def test_the_thread_ends_when_the_save_fails(tmp_path):
 
 def test_the_thread_ends_when_nothing_grows_and_the_save_never_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_LONGEST_QUIET_S", 0.2)
-    drop_written_pages(Save(), tmp_path / "1", 1 << 40)
+    drop_written_pages(partial(has_ended, Save()), tmp_path / "1", 1 << 40)
     wait_until(lambda: not followers())

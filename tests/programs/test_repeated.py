@@ -17,8 +17,8 @@ def products(program):
 
 
 def kept_program(function, *shapes):
-    kept = jax.checkpoint(function, policy=jax.checkpoint_policies.dots_saveable)
-    return flatten(jax.make_jaxpr(jax.grad(kept))(*(jnp.ones(shape) for shape in shapes)))
+    block = jax.checkpoint(function, policy=jax.checkpoint_policies.dots_saveable)
+    return flatten(jax.make_jaxpr(jax.grad(block))(*(jnp.ones(shape) for shape in shapes)))
 
 
 def test_scores_are_repeated_and_products_with_a_weight_are_not():

@@ -75,7 +75,7 @@ class Verification:
         return [*near_plans, *worse_twins, *far_plans, *other_plans]
 
     def _compiled_twins(self, judged_plan: JudgedPlan, options: Sequence[CompilerOptions]) -> list[JudgedPlan]:
-        """Compile a plan with each of the options, or as it is if it has no products around a ring.
+        """Compile a plan with each of the options; without products around a ring, with its own options alone.
 
         Options that the compiler refuses are left out, unless they are the plan's own.
         """
