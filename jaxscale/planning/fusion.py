@@ -60,6 +60,11 @@ class Compiler:
             read it. A TPU does so, because it rounds the operands of such products to bfloat16.
         adds_in_place: whether a matrix product is accumulated in the array of another product, if an addition of the
             two is its only use. On TPU and GPU, this applies to the products of LoRA's adapters.
+        stores_split_operands: whether an expression of a two-byte type is stored if several matrix products read it and
+            its elements are split over the tensor axis, such as the gradient of the logits. TPU 7x does so; this was
+            inferred from two compiled steps.
+        stores_gathered_expressions: whether an expression from which a gather picks elements is stored, because the
+            chip's sparse cores, which it lacks, cannot gather from it (v5e).
     """
 
     product_fusion: Literal["no", "all", "local"] = "no"
@@ -68,6 +73,8 @@ class Compiler:
     gathered_share: float = 1.0
     rounds_operands: bool = False
     adds_in_place: bool = False
+    stores_split_operands: bool = False
+    stores_gathered_expressions: bool = False
 
 
 class Arrays:
@@ -112,6 +119,7 @@ class Arrays:
         self._literals: set[int] = set()
         self._summands: dict[int, frozenset[int]] = {}  # sources of each array that `jax.checkpoint` keeps
         self._caller_values = set(program.inputs) if self.is_inner or regions.tick_loops(program) else set()
+        self._producer_by_value = {value: operation for operation in program.operations for value in operation.outputs}
         for operation in program.operations:
             self._add_results(operation)
 
@@ -277,6 +285,8 @@ class Arrays:
         """Return whether an expression must be stored as an array."""
         if value in self.output_values and self.is_inner:
             return True
+        if self._is_gradient_sum(value):
+            return True
         if value in self.scattered_sums and (self.compiler.product_fusion == "no" or not self._is_fully_sharded(value)):
             return True
         reader_indices = self._reader_indices(value)
@@ -285,9 +295,39 @@ class Arrays:
         product_indices = [index for index in reader_indices if self.program.operations[index].kind in PRODUCTS]
         if self.compiler.product_fusion == "no":
             return bool(product_indices)
-        if self._is_convolved_sum(value, product_indices):
+        if self._is_convolved_sum(value, product_indices) or self._is_split_operand(value, product_indices):
+            return True
+        if self.compiler.stores_gathered_expressions and self._is_gathered_expression(value, reader_indices):
             return True
         return self.compiler.product_fusion == "local" and any(map(self.is_ring_product, product_indices))
+
+    def _is_gradient_sum(self, value: int) -> bool:
+        """Return whether several operations read a sum of at least three arrays of its shape in the backward pass.
+
+        An example is the gradient of a residual stream. To store it once moves fewer bytes than to read all its arrays
+        for each reader. A sum behind a mask, such as ReLU's, counts too.
+        """
+        producer = self._producer_by_value.get(value)
+        if producer is None or not producer.is_backward or producer.kind not in ("add", "add_any", "select_n"):
+            return False
+        avals = self.program.avals
+        summands = [source for source in self.sources_by_value[value] if avals[source].shape == avals[value].shape]
+        return len(summands) >= 3 and len(self.program.readers.get(value, ())) > 1
+
+    def _is_gathered_expression(self, value: int, reader_indices: Iterable[int]) -> bool:
+        """Return whether a gather reads a large computed value, such as all log-probabilities for those of targets."""
+        producer = self._producer_by_value.get(value)
+        is_computed = producer is not None and producer.kind in ELEMENTWISE and producer.kind not in NAME_KEEPERS
+        readers = [self.program.operations[index] for index in reader_indices]
+        is_gathered = any(reader.kind == "gather" and reader.inputs[0] == value for reader in readers)
+        return is_computed and is_gathered and self.program.avals[value].size >= tiles.SMALL_COUNT
+
+    def _is_split_operand(self, value: int, product_indices: Iterable[int]) -> bool:
+        """Return whether several products read a value of a two-byte type whose elements are split over tensor."""
+        if not self.compiler.stores_split_operands or len(set(product_indices)) < 2:
+            return False
+        is_split = any("tensor" in axes for axes in self.placements.by_value[value])
+        return is_split and self.placements.axis_sizes["tensor"] > 1 and self.program.avals[value].dtype.itemsize == 2
 
     def _is_convolved_sum(self, value: int, product_indices: Iterable[int]) -> bool:
         """Return whether a convolution reads a sum of several arrays of the same shape, such as a residual stream."""

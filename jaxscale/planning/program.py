@@ -17,8 +17,9 @@ from jaxscale.programs.late import with_late_gradients
 from jaxscale.programs.looped import with_looped_copies
 from jaxscale.programs.placements import Placements, place
 from jaxscale.programs.repeated import with_repeated_scores
+from jaxscale.programs.retiled import with_retiled_weights
 from jaxscale.programs.rounded import with_rounded_copies
-from jaxscale.programs.tiles import prescribed_tiles, with_retiled_inputs
+from jaxscale.programs.tiles import prescribed_tiles
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.batches import batch_shapes
@@ -95,7 +96,7 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
             program = with_looped_copies(program)
         elif step.plan.zero == 0:
             program = with_rounded_copies(program)
-        program = with_retiled_inputs(program) if platform.chip.name == "7x" else program
+        program = with_retiled_weights(program) if platform.chip.name == "7x" else program
         program = with_repeated_scores(program) if platform.chip.name == "v6e" else program
         if _has_ring_gradients(step, platform):
             program = with_late_gradients(program)
@@ -143,6 +144,8 @@ def _compiler(platform: Platform, plan: Plan) -> Compiler:
         gathered_share=accuracy.factors(platform.chip.kind).gather,
         rounds_operands=platform.chip.kind == "tpu",
         adds_in_place=platform.chip.kind != "cpu",
+        stores_split_operands=platform.chip.name == "7x",
+        stores_gathered_expressions=platform.chip.name == "v5e",
     )
 
 

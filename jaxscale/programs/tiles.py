@@ -10,18 +10,12 @@ The activations of a convolution are tiled along the batch and the features, in 
 operations and pooling keep that layout. The result of a product with batch dims, such as attention's scores, is tiled
 along its other dims. The values computed from it elementwise, and the stack of it that a loop returns, are tiled in the
 same way.
-
-TPU 7x multiplies arrays of two-byte types in tiles of 16 x 128 elements, but a program's arguments are in tiles of
-8 x 128. XLA therefore copies each such argument that a product or a loop reads (`with_retiled_inputs`). The weights of
-a plan whose parameters are in two-byte types are an example.
 """
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jaxscale.programs.elementwise import ELEMENTWISE
 from jaxscale.programs.flat import FlatProgram, Operation, loop_parts
@@ -34,12 +28,6 @@ SMALL_COUNT = 2**16
 
 RETILE = "retile"
 """Kind of the operations that copy an argument, for example to tiles of another shape."""
-
-RETILED_OPERANDS = (
-    "dot_general", "conv_general_dilated", "ragged_dot_general", "transpose", "reshape", "squeeze",
-    "sharding_constraint", "optimization_barrier",
-)  # fmt: skip
-"""Operations that read their operands in tiles of 16 x 128 elements on TPU 7x, or that lead to such operations."""
 
 SAME_LAYOUT = (
     "sharding_constraint", "optimization_barrier", "copy", "pvary", "pcast", "enter", "leave", "reduce_precision",
@@ -275,42 +263,3 @@ def _prescribe_neighbor(operation: Operation, tiles: Tiles, *, is_forward: bool)
         target_dim_of = position_by_dim.__getitem__ if is_forward else permutation.__getitem__
         tile_dim_pairs = tuple((target_dim_of(first), target_dim_of(second)) for first, second in tile_dim_pairs)
     tiles.dim_pairs_by_value[target_value] = tile_dim_pairs
-
-
-def with_retiled_inputs(program: FlatProgram) -> FlatProgram:
-    """Return a program that copies each large input of a two-byte type before products and loops read it.
-
-    Args:
-        program: program of a step.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from jaxscale.programs.flat import flatten
-        >>> weight = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
-        >>> program = flatten(jax.make_jaxpr(lambda x, w: (x.astype(w.dtype) @ w, w + 1))(jnp.ones((8, 512)), weight))
-        >>> [operation.kind for operation in with_retiled_inputs(program).operations]
-        ['convert_element_type', 'retile', 'dot_general', 'add']
-    """
-    retiled_inputs = [value for value in program.inputs if _is_retiled(program.avals[value])]
-    copy_by_input = dict(zip(retiled_inputs, itertools.count(max(program.avals, default=0) + 1)))
-    avals = program.avals | {copy_value: program.avals[value] for value, copy_value in copy_by_input.items()}
-    operations: list[Operation] = []
-    copied_inputs: set[int] = set()
-    for operation in program.operations:
-        if operation.loop_body is not None or operation.kind in RETILED_OPERANDS:
-            for value in operation.inputs:
-                if value in copy_by_input and value not in copied_inputs:
-                    copied_inputs.add(value)
-                    operations.append(Operation(RETILE, (value,), (copy_by_input[value],), {}))
-            new_inputs = tuple(
-                value if value is None else copy_by_input.get(value, value) for value in operation.inputs
-            )
-            operation = dataclasses.replace(operation, inputs=new_inputs)
-        operations.append(operation)
-    return dataclasses.replace(program, operations=operations, avals=avals)
-
-
-def _is_retiled(aval: Any) -> bool:
-    """Return whether an abstract value is a large array of a two-byte type."""
-    shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
-    return len(shape) >= 2 and math.prod(shape) >= SMALL_COUNT and getattr(dtype, "itemsize", 0) == 2

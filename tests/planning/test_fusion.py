@@ -100,6 +100,74 @@ def test_a_residual_stream_is_an_array_beside_its_kept_sum():
         assert last_product.inputs[0] in arrays.array_bytes
 
 
+def backward_sums(fn, *args):
+    """Kinds of the operations of the backward pass whose sums are stored."""
+    arrays = arrays_of(jax.grad(fn), *args, fuses="all")
+    return [
+        operation.kind
+        for operation in arrays.program.operations
+        if operation.is_backward
+        and operation.kind in ("add_any", "select_n")
+        and operation.outputs[0] in arrays.array_bytes
+    ]
+
+
+@pytest.mark.parametrize(("layers", "stored"), [(1, 0), (2, 1), (4, 2), (6, 3)])
+def test_the_gradient_of_a_residual_stream_is_stored_where_three_arrays_are_summed(layers, stored):
+    def fn(x, w):
+        for _ in range(layers):
+            x = x + jnp.sin(x @ w)
+        return jnp.sum((x @ w) * x)
+
+    assert backward_sums(fn, X, X) == ["add_any"] * stored
+
+
+def test_a_masked_sum_of_gradients_is_stored_once():
+    def fn(x, w):
+        for _ in range(4):
+            x = jax.nn.relu(x @ w + x)
+        return jnp.sum(x @ w)
+
+    assert backward_sums(fn, X, X).count("select_n") == 4
+
+
+@pytest.mark.parametrize(("stores", "stored"), [(True, ["sub"]), (False, [])])
+def test_log_probabilities_from_which_a_gather_picks_are_an_array_without_sparse_cores(stores, stored):
+    def fn(x, w, targets):
+        scores = jax.nn.log_softmax(x @ w)
+        return jnp.take_along_axis(scores, targets[:, None], axis=-1)
+
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((512, 64), (64, 512))]
+    targets = jax.ShapeDtypeStruct((512,), "int32")
+    program = flatten(jax.make_jaxpr(fn)(*shapes, targets))
+    placements = place(program, [((), ()), ((), ()), ((),)], {})
+    arrays = Arrays(program, placements, Compiler("all", stores_gathered_expressions=stores))
+    kinds = {value: operation.kind for operation in program.operations for value in operation.outputs}
+    assert [kinds[value] for value in arrays.array_bytes if kinds[value] == "sub"] == stored
+
+
+@pytest.mark.parametrize(
+    ("dtype", "axis", "products", "stored"),
+    [
+        ("bfloat16", "tensor", 2, 1),
+        ("bfloat16", "fsdp", 2, 0),
+        ("float32", "tensor", 2, 0),
+        ("bfloat16", "tensor", 1, 0),
+    ],
+)
+def test_a_narrow_value_split_over_tensor_that_two_products_read_is_an_array_on_a_7x(dtype, axis, products, stored):
+    def fn(x, w):
+        wide = jnp.sin(x)
+        return wide @ w if products == 1 else (wide @ w, wide.T @ wide)
+
+    shapes = [jax.ShapeDtypeStruct((64, 64), dtype)] * 2
+    program = flatten(jax.make_jaxpr(fn)(*shapes))
+    placements = place(program, [((), (axis,)), ((axis,), ())], {"tensor": 2, "fsdp": 2})
+    arrays = Arrays(program, placements, Compiler("all", stores_split_operands=True))
+    kinds = {value: operation.kind for operation in program.operations for value in operation.outputs}
+    assert [kinds[value] for value in arrays.array_bytes].count("sin") == stored
+
+
 def test_what_is_computed_from_literals_alone_is_no_array():
     def fn(x, w):
         halves = jnp.full((32, 32), 0.5) * jnp.full((32, 32), 3.0)

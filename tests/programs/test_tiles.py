@@ -5,7 +5,7 @@ from jax.experimental import pallas as pl
 
 from jaxscale.programs.flat import flatten
 from jaxscale.programs.placements import place
-from jaxscale.programs.tiles import prescribed_tiles, with_retiled_inputs
+from jaxscale.programs.tiles import prescribed_tiles
 
 WIDE = 2 * 12 * 512 * 64 * 4  # bytes of the array in the tests, of which half the lanes are empty
 
@@ -50,23 +50,6 @@ def test_what_a_loop_keeps_for_a_kernel_has_the_kernels_tiles():
     state, stack = first_loop.outputs
     assert placements.value_bytes(stack) == 3 * 2 * WIDE
     assert placements.value_bytes(state) == WIDE
-
-
-@pytest.mark.parametrize(("dtype", "copies"), [("bfloat16", 1), ("float32", 0)])
-def test_two_byte_weights_are_copied_once_before_the_products_and_loops_that_read_them(dtype, copies):
-    def fn(x, weights):
-        x = jax.lax.scan(lambda x, weight: (x @ weight, None), x, weights)[0]
-        return x @ weights[0], weights + 1
-
-    shapes = ((8, 256), (3, 256, 256))
-    program = flatten(jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)))
-    retiled = with_retiled_inputs(program)
-    kinds = [operation.kind for operation in retiled.operations]
-    assert kinds.count("retile") == copies
-    if copies:
-        copied = retiled.operations[kinds.index("retile")].outputs[0]
-        assert copied in retiled.operations[kinds.index("scan")].inputs
-        assert program.inputs[1] in retiled.operations[kinds.index("add")].inputs
 
 
 def test_a_product_before_a_kernel_keeps_its_layout_and_what_is_rotated_does_not():

@@ -1,0 +1,114 @@
+"""Copies of weights in two-byte types to other tiles, as XLA makes them for a TPU 7x.
+
+TPU 7x multiplies arrays of two-byte types in tiles of 16 x 128 elements, but a program's arguments are in tiles of
+8 x 128. XLA therefore copies each such argument that a product or a loop reads, such as the weights of a plan whose
+parameters are in two-byte types.
+
+Weights that are gathered before the passes (ZeRO 1 and 2) are gathered in tiles of 8 x 128, too. XLA copies them once
+for each loop that reads them. The sparse cores make all these copies ahead of time: while the forward loop runs, the
+gathered weights, the forward pass's copy and the backward pass's copy are all in memory, and after it the last one
+alone. A loop over microbatches reads one copy. The rule was inferred from two compiled steps.
+"""
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import jax
+
+from jaxscale.programs.flat import FlatProgram, Operation
+from jaxscale.programs.tiles import RETILE, SMALL_COUNT
+
+RETILED_OPERANDS = (
+    "dot_general", "conv_general_dilated", "ragged_dot_general", "transpose", "reshape", "squeeze",
+    "sharding_constraint", "optimization_barrier",
+)  # fmt: skip
+"""Operations that read arguments in tiles of 16 x 128 elements, or that lead to such operations."""
+
+
+def with_retiled_weights(program: FlatProgram) -> FlatProgram:
+    """Return a program that copies large weights in two-byte types before products and loops read them.
+
+    Args:
+        program: program of a step.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxscale.programs.flat import flatten
+        >>> weight = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+        >>> program = flatten(jax.make_jaxpr(lambda x, w: (x.astype(w.dtype) @ w, w + 1))(jnp.ones((8, 512)), weight))
+        >>> [operation.kind for operation in with_retiled_weights(program).operations]
+        ['convert_element_type', 'retile', 'dot_general', 'add']
+    """
+    avals = dict(program.avals)
+    new_numbers = itertools.count(max(avals, default=0) + 1)
+    gathered_weights = _gathered_weights(program)
+    gathering_values = _values_before(gathered_weights, program)
+    arguments_to_copy = {value for value in program.inputs if _is_retiled(avals[value])}
+    copy_by_argument: dict[int, int] = {}
+    copies_by_weight: dict[int, list[int]] = {}  # copies of each gathered weight for loops that have not been reached
+    operations: list[Operation] = []
+
+    def append_copy(value: int, aval: Any) -> int:
+        """Append an operation that copies a value to a new array, and return the array."""
+        copied_value = next(new_numbers)
+        avals[copied_value] = aval
+        operations.append(Operation(RETILE, (value,), (copied_value,), {}))
+        return copied_value
+
+    for operation in program.operations:
+        is_loop = operation.loop_body is not None
+        copy_by_operand: dict[int | None, int] = {}
+        newly_copied_weights: list[int] = []
+        if (is_loop or operation.kind in RETILED_OPERANDS) and gathering_values.isdisjoint(operation.outputs):
+            for value in operation.inputs:
+                if value in arguments_to_copy:
+                    if value not in copy_by_argument:
+                        copy_by_argument[value] = append_copy(value, avals[value])
+                    copy_by_operand[value] = copy_by_argument[value]
+                elif is_loop and value in gathered_weights and value not in copy_by_operand:
+                    if value not in copies_by_weight:
+                        readers = dict.fromkeys(program.readers[value])
+                        loops = [index for index in readers if program.operations[index].loop_body is not None]
+                        copies_by_weight[value] = [append_copy(value, avals[value]) for _ in loops]
+                        newly_copied_weights.append(value)
+                    copy_by_operand[value] = copies_by_weight[value].pop(0)
+            inputs = tuple(copy_by_operand.get(value, value) for value in operation.inputs)
+            operation = dataclasses.replace(operation, inputs=inputs)
+        operations.append(operation)
+        for weight in newly_copied_weights:
+            if copies_by_weight[weight]:  # these copies are complete when this loop is; until then the weight stays
+                append_copy(weight, jax.ShapeDtypeStruct((), "uint32"))
+    return dataclasses.replace(program, operations=operations, avals=avals)
+
+
+def _gathered_weights(program: FlatProgram) -> set[int]:
+    """Return the large values of two-byte types that are gathered behind a barrier, as `PlannedModel.copies` does."""
+    operation_by_value = {value: operation for operation in program.operations for value in operation.outputs}
+
+    def is_gathered(operation: Operation) -> bool:
+        """Return whether an operation constrains the sharding of a barrier's result."""
+        producer = operation_by_value.get(operation.inputs[0]) if operation.kind == "sharding_constraint" else None
+        return producer is not None and producer.kind == "optimization_barrier" and not operation.is_backward
+
+    return {
+        operation.outputs[0]
+        for operation in program.operations
+        if is_gathered(operation) and _is_retiled(program.avals[operation.outputs[0]])
+    }
+
+
+def _values_before(gathered_weights: set[int], program: FlatProgram) -> set[int]:
+    """Return the gathered weights and the values between them and the program's inputs."""
+    values = set(gathered_weights)
+    for operation in reversed(program.operations):
+        if not values.isdisjoint(operation.outputs):
+            values.update(value for value in operation.inputs if value is not None)
+    return values
+
+
+def _is_retiled(aval: Any) -> bool:
+    """Return whether an abstract value is a large array of a two-byte type."""
+    shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
+    return len(shape) >= 2 and math.prod(shape) >= SMALL_COUNT and getattr(dtype, "itemsize", 0) == 2
