@@ -164,7 +164,7 @@ def explain(
         moments=moments,
         backward_start=backward_start,
         points=tuple(plan_points(experiment, parsed_platform, step_estimate.plan, plan_texts, costs)),
-        is_timed=costs.is_timed,
+        is_timed=costs.is_timed and costs.models_steps,
     )
 
 
@@ -173,8 +173,9 @@ def plan_points(
 ) -> list[Point]:
     """Return a point for each memory plan: the step's bytes, and its cost as a multiple of the lowest cost.
 
-    The cost is modeled seconds, including copies to the host that do not overlap with computation. It is FLOP if the
-    chip's rates are unknown. Memory plans that are not valid for the model are left out.
+    The cost is the modeled seconds of a step, including copies to the host that do not overlap with computation. It is
+    FLOP if the chip's rates are unknown or the model exposes no blocks. Memory plans that are not valid for the model
+    are left out.
 
     Args:
         experiment: the experiment to plan for.
@@ -194,10 +195,12 @@ def plan_points(
             continue
     decision_by_text = {text: _decision_of_text(costs, text) for text in estimate_by_text}
     cost_by_text: dict[str, float] = {text: plan_estimate.flop for text, plan_estimate in estimate_by_text.items()}
-    if costs.is_timed:
-        keep_all_seconds = costs.step_seconds(min(cost_by_text.values()))
+    if costs.is_timed and costs.models_steps:
         for text, decision in decision_by_text.items():
-            cost_by_text[text] = keep_all_seconds + (0.0 if decision is None else costs.seconds(decision))
+            assert decision is not None, "the model exposes blocks"
+            seconds = costs.step_seconds(dataclasses.replace(plan, memory=MemoryPlan.parse(text)), decision)
+            assert seconds is not None
+            cost_by_text[text] = seconds
     least_cost = min(cost_by_text.values()) or 1
     points = []
     for text, decision in decision_by_text.items():

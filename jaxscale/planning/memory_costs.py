@@ -1,17 +1,22 @@
-"""Costs of memory plans: the modeled seconds that a plan adds to a train step, compared with keeping all activations.
+"""Costs of memory plans: the modeled seconds of a train step under each plan.
 
-The costs are the seconds of recomputation (by the roofline model), and the seconds of copies to and from the host that
-do not overlap with the block's own computation. Only the model's blocks are traced, and only once. If the chip's rates
-are unknown, costs are FLOP.
+A memory plan adds the seconds of recomputation (by the roofline model), and the seconds of copies to and from the host
+that do not overlap with the block's own computation. `step_seconds` adds them to the other items of a step, on the
+scale on which `jaxscale plan` ranks plans, with the collectives and launches that recomputation repeats. Only the
+model's blocks are traced, and only once; the whole step is traced once more for the other items.
 """
 
 import dataclasses
 import functools
 
+from jaxscale.errors import UserError
 from jaxscale.memory.decide import decide
 from jaxscale.memory.decision import Decision
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning.program import described_step
+from jaxscale.planning.search.model_costs import Kept, SplitCosts, rated, split_costs
+from jaxscale.planning.search.space import Variant
+from jaxscale.planning.search.step_seconds import step_seconds
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs import roofline
 from jaxscale.programs.collect import BlockCall
@@ -31,6 +36,7 @@ class MemoryCosts:
         microbatch_count: number of microbatches of a step.
         stage_count: number of pipeline stages on one device; all stages cost the same.
         objective: objective of the step, from which `sequence_calls` are traced; `None` if they equal `calls`.
+        experiment: the experiment, whose plan has a resolved mesh; `None` if no seconds of whole steps are modeled.
     """
 
     platform: Platform
@@ -38,6 +44,7 @@ class MemoryCosts:
     microbatch_count: int
     stage_count: int = 1
     objective: Objective | None = dataclasses.field(default=None, repr=False, compare=False)
+    experiment: Experiment | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, experiment: Experiment, platform: Platform, plan: Plan) -> "MemoryCosts":
@@ -50,12 +57,19 @@ class MemoryCosts:
         """
         step = described_step(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
         calls = traced_blocks(step.objective, platform.chip)
-        return cls(platform, calls, plan.microbatches, step.objective.stages_per_device, step.objective)
+        planned_experiment = dataclasses.replace(experiment, plan=step.plan)
+        stage_count = step.objective.stages_per_device
+        return cls(platform, calls, plan.microbatches, stage_count, step.objective, planned_experiment)
 
     @property
     def is_timed(self) -> bool:
         """Whether costs are seconds, because the chip's rates are known."""
         return roofline.rate(self.platform.chip, "bfloat16") is not None
+
+    @property
+    def models_steps(self) -> bool:
+        """Whether `step_seconds` returns the seconds of whole steps."""
+        return self._split_costs is not None
 
     @property
     def is_scanned(self) -> bool:
@@ -112,14 +126,39 @@ class MemoryCosts:
         """Return the modeled seconds that a decision adds to a step, compared with keeping all activations."""
         return self.microbatch_count * self.stage_count * decision.seconds
 
-    def step_seconds(self, flop: float) -> float:
-        """Return the modeled seconds of a whole step that keeps all activations.
+    def step_seconds(self, plan: Plan, decision: Decision) -> float | None:
+        """Return the modeled seconds of a whole step; `None` if the model exposes no blocks or cannot be modeled.
+
+        On a CPU, whose rates are unknown, assumed rates are used (`rated`).
 
         Args:
-            flop: FLOP of the step's matrix products, summed over all devices.
+            plan: plan of the step, which differs from the experiment's in the memory rule alone.
+            decision: decision of the plan's memory rule.
         """
-        rate = roofline.rate(self.platform.chip, "bfloat16")
-        assert rate is not None, "the platform's rates are known"
-        block_flop = sum(call.count * call.graph.flop for call in self.calls)
-        other_flop = flop / self.platform.devices - 3 * self.microbatch_count * self.stage_count * block_flop
-        return self.block_seconds + max(0.0, other_flop) / rate
+        costs, mesh = self._split_costs, None if self.experiment is None else self.experiment.plan.mesh
+        if costs is None or mesh is None:
+            return None
+        plan = dataclasses.replace(plan, mesh=mesh)
+        group_count = self.stage_count * mesh.pipe  # a decision is that of one group of blocks
+        group_flop = sum(call.count * call.graph.flop for call in self.calls)
+        recomputed_share = decision.flop / group_flop if group_flop else 0.0
+        recomputation_seconds = group_count * decision.seconds
+        if not self.is_timed:
+            row_count = costs.batch / mesh.batch_shards / plan.microbatches
+            try:
+                recomputation_seconds = costs.kept(plan.memory, row_count).seconds
+            except UserError:  # a rule for segments of a model's own list of blocks
+                recomputation_seconds = recomputed_share * costs.forward_seconds * row_count / costs.rows
+        kept = Kept(group_count * decision.bytes, recomputation_seconds, recomputed_share)
+        return step_seconds(plan, Variant.of(plan), kept, costs, rated(self.platform)).total
+
+    @functools.cached_property
+    def _split_costs(self) -> SplitCosts | None:
+        """The costs of the other items of a step; `None` if they cannot be modeled."""
+        if self.experiment is None or not self.calls or self.experiment.plan.mesh is None:
+            return None
+        plan, mesh = self.experiment.plan, self.experiment.plan.mesh
+        try:
+            return split_costs(self.experiment, rated(self.platform), plan, mesh.tensor, mesh.sequence)
+        except UserError:
+            return None

@@ -6,8 +6,9 @@ for this budget. With a compiler, the chosen plan is compiled, and the compiled 
 budget. In this way, few programs are compiled. POFO's plan at the same budget also copies activations to the host. On
 a platform with separate host memory, it is chosen if it saves the share `OFFLOAD_GAIN` of the blocks' time.
 
-The cost is the modeled seconds of recomputation and of copies that do not overlap with computation, or recomputed FLOP
-if the chip's rates are unknown. Left out: selectors that are never better than POFO, and budgets for weights and
+The cost is the modeled seconds of a step, on the scale of `jaxscale plan`: a memory plan adds recomputation, the
+collectives and launches that it repeats, and copies that do not overlap with computation. For models that expose no
+blocks, the cost is FLOP. Left out: selectors that are never better than POFO, and budgets for weights and
 optimizer state.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 
 from jaxscale.compiler.usable import host_share, usable_bytes
 from jaxscale.errors import UserError
+from jaxscale.memory.decision import Decision
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning.accuracy import MARGIN
 from jaxscale.planning.estimate import of_step
@@ -57,16 +59,14 @@ class Candidate:
 
     Args:
         plan: the whole plan, with this memory plan.
-        cost: modeled seconds that the memory plan adds, compared with keeping all activations. The cost is instead the
-            FLOP of the step's matrix products for the memory plan `none`, if the chip's rates are unknown, or if the
-            model exposes no blocks.
+        flop: FLOP of the step's matrix products, including recomputation.
         device_bytes: bytes of device memory per device, by estimate.
         kept_bytes: bytes of kept activations.
         host_bytes: bytes of host memory per device, by estimate.
     """
 
     plan: Plan
-    cost: float
+    flop: int
     device_bytes: int
     kept_bytes: int
     host_bytes: int = 0
@@ -128,7 +128,7 @@ def cheapest_fit(
     rules = searched_rules(plan, candidates.costs) if menu is None else ()
     max_budget = candidates.costs.kept_bytes(menu_candidates[0].kept_bytes)
     optimal_candidates = [_largest_candidate(candidates, rule, limit, max_budget) for rule in rules]
-    best_candidate = min(filter(None, optimal_candidates), key=lambda candidate: candidate.cost, default=None)
+    best_candidate = min(filter(None, optimal_candidates), key=candidates.cost, default=None)
     # POFO is not tried if weights stream from the host, because they keep the link to the host busy
     if best_candidate is not None and candidates.costs.is_scanned and plan.offload.weights == "device":
         host_limit = host_share(platform) if host_limit is None else host_limit
@@ -137,7 +137,7 @@ def cheapest_fit(
     least_bytes = min(candidate.device_bytes for candidate in menu_candidates)
     bytes_and_candidates: list[tuple[int, Candidate]] = []  # needed bytes, candidate
     all_candidates = menu_candidates if best_candidate is None else [best_candidate, *menu_candidates]
-    for candidate in sorted(all_candidates, key=lambda candidate: candidate.cost):
+    for candidate in sorted(all_candidates, key=candidates.cost):
         is_promising = candidate.device_bytes <= limit * (1 + MARGIN) or candidate.device_bytes == least_bytes
         needed_bytes = candidates.needed_bytes(candidate) if is_promising else candidate.device_bytes
         if candidate is best_candidate or needed_bytes <= limit:
@@ -179,6 +179,7 @@ class _Candidates:
         is_default_menu: whether the memory plans to choose from are the default ones.
         candidate_by_text: candidates that were estimated, by the text form of their memory plan.
         measured_bytes_by_candidate: bytes of device memory per device of the candidates that were compiled.
+        cost_by_candidate: results of `cost`, computed on demand.
     """
 
     experiment: Experiment
@@ -188,6 +189,7 @@ class _Candidates:
     is_default_menu: bool = True
     candidate_by_text: dict[str, Candidate] = dataclasses.field(default_factory=dict)
     measured_bytes_by_candidate: dict[Candidate, int] = dataclasses.field(default_factory=dict)
+    cost_by_candidate: dict[Candidate, float] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def abstract_batch(self) -> Any:
@@ -210,11 +212,27 @@ class _Candidates:
             step = described_step(self.experiment, self.platform, plan)
             estimate = of_step(step, self.abstract_batch, self.platform)
             kept_bytes = estimate.kept_bytes if step.decision is None else step.decision.bytes
-            cost: float = estimate.flop
-            if plan.memory.rule != "none" and self.costs.is_timed and self.costs.calls:
-                cost = self.costs.seconds(self.costs.decision(plan.memory))
-            self.candidate_by_text[text] = Candidate(plan, cost, estimate.device_bytes, kept_bytes, estimate.host_bytes)
+            self.candidate_by_text[text] = Candidate(
+                plan, estimate.flop, estimate.device_bytes, kept_bytes, estimate.host_bytes
+            )
         return self.candidate_by_text[text]
+
+    def cost(self, candidate: Candidate) -> float:
+        """Return the modeled seconds of a candidate's step, or its FLOP if the model exposes no blocks."""
+        if candidate not in self.cost_by_candidate:
+            memory = candidate.plan.memory
+            decision = self.costs.decision(memory) if self.costs.calls else None
+            cost = None if decision is None else self.seconds(memory, decision)
+            self.cost_by_candidate[candidate] = candidate.flop if cost is None else cost
+        return self.cost_by_candidate[candidate]
+
+    def seconds(self, memory: MemoryPlan, decision: Decision) -> float | None:
+        """Return the modeled seconds of a step under a memory plan; `None` if the chip's rates are unknown.
+
+        If a whole step cannot be modeled, return only the seconds that the memory plan adds.
+        """
+        seconds = self.costs.step_seconds(dataclasses.replace(self.plan, memory=memory), decision)
+        return self.costs.seconds(decision) if seconds is None and self.costs.is_timed else seconds
 
     def candidate_or_none(self, text: str) -> Candidate | None:
         """Return the candidate of a memory plan; if the memory plan is not valid for the model, warn and return `None`.
@@ -279,11 +297,12 @@ def _pofo_candidate(
     if not costs.is_timed or candidates.platform.chip.kind == "cpu" or best_candidate.plan.memory.rule != "save":
         return None
     for _ in range(2):
+        memory = MemoryPlan("offload", budget=budget, selector="pofo")
         try:
-            decision = costs.decision(MemoryPlan("offload", budget=budget, selector="pofo"))
+            seconds = candidates.seconds(memory, costs.decision(memory))
         except UserError:  # the budget is below the least possible
             return None
-        if best_candidate.cost - costs.seconds(decision) < OFFLOAD_GAIN * costs.block_seconds:
+        if seconds is None or candidates.cost(best_candidate) - seconds < OFFLOAD_GAIN * costs.block_seconds:
             return None
         candidate = candidates.candidate_of_budget("offload:pofo", budget)
         if candidate is None or (host_limit is not None and candidate.host_bytes > host_limit):

@@ -2,37 +2,42 @@
 
 `pipeline/choose/auto.py` tries every named synchronous schedule with the prices of the model's blocks
 (`stage_prices.py`), for every number of microbatches that divides the batch. This module supplies the prices, and the
-memory that weights and optimizer state leave free. On a CPU, whose rates are unknown, blocks have the prices of a TPU
-v5e; only the ratios of the prices matter.
+memory that weights and optimizer state leave free. The fastest candidates are then ranked by the modeled seconds of a
+whole step, on the scale of `jaxscale plan`, which add launches and communication to the simulated passes. If rates are
+unknown, as on a CPU, assumed ones are used (`rated`).
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxscale.compiler.usable import usable_bytes
 from jaxscale.errors import UserError
+from jaxscale.memory.plan import MemoryPlan
 from jaxscale.pipeline.choose.auto import PipelineCandidate, choose_pipeline
 from jaxscale.pipeline.choose.partition import ModelPrices, Partition
 from jaxscale.pipeline.choose.price import PipelineDevice, Price
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.program import described_step
+from jaxscale.planning.search.model_costs import rated, split_costs
+from jaxscale.planning.search.space import Variant
+from jaxscale.planning.search.step_seconds import step_seconds
 from jaxscale.planning.stage_prices import model_prices
-from jaxscale.platforms.platform import Platform, chips
-from jaxscale.programs import roofline
+from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment, plan_of
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.layout import local_bytes
 from jaxscale.state.stages import period_of
+from jaxscale.step.train_step import TrainStep
 from jaxscale.values.units import size
 
-STAND_IN = "v5e"
-"""Chip whose rates determine the prices of the blocks if the platform's rates are unknown."""
 MAX_MICROBATCHES = 16
 """Maximum number of microbatches per rank of the pipeline."""
+SIMULATED_ITEMS = ("forward", "backward", "recomputation", "head", "bubble")
+"""Items of a step's seconds that the simulation of a pipeline includes."""
 MAX_ESTIMATES = 24
-"""Maximum number of candidates, the fastest first, for which the whole step is estimated."""
+"""Maximum number of candidates, the fastest first, for which the whole step is modeled and estimated."""
 
 
 def pipeline_choice(
@@ -68,22 +73,20 @@ def pipeline_choice(
             f"{shard_count} shards; choose a multiple of {shard_count * rank_count} rows, to give each rank a "
             "microbatch"
         )
-    price_platform = platform
-    if roofline.rate(platform.chip, "bfloat16") is None:
-        stand_in_chip = dataclasses.replace(chips()[STAND_IN], kind=platform.chip.kind)
-        price_platform = dataclasses.replace(platform, chip=stand_in_chip)
-
+    rated_platform = rated(platform)
     period = period_of(experiment.model)
 
     @functools.cache
     def prices_of(microbatch_count: int) -> ModelPrices:
         """Return the prices of the model's blocks for this number of microbatches."""
-        return prices_of_periods(model_prices(experiment, price_platform, rank_count, microbatch_count), period)
+        return prices_of_periods(model_prices(experiment, rated_platform, rank_count, microbatch_count), period)
 
     pipe_devices = None
     limit = usable_bytes(platform) if limit is None else limit
+    pipeline = PipelinePlan.parse(f"gpipe:{rank_count}x{microbatch_counts[0]}")
+    equal_step = described_step(experiment, platform, dataclasses.replace(plan, pipeline=pipeline))
     if limit is not None:
-        fixed_bytes = _fixed_bytes(experiment, platform, plan, rank_count, microbatch_counts[0])
+        fixed_bytes = _fixed_bytes(equal_step, plan)
         pipe_devices = [PipelineDevice(memory_bytes=max(1, limit - fixed_bytes))] * rank_count
     choice = choose_pipeline(prices_of, rank_count, microbatch_counts, pipe_devices)
 
@@ -103,11 +106,17 @@ def pipeline_choice(
         )
         return dataclasses.replace(plan, pipeline=pipeline)
 
-    if limit is None:
-        return plan_with_pipeline(choice.best)
-    bytes_and_candidates: list[tuple[int, PipelineCandidate]] = []  # needed bytes, candidate
+    seconds_of = _seconds_of_candidates(
+        dataclasses.replace(experiment, plan=equal_step.plan), rated_platform, prices_of
+    )
     possible_candidates = [candidate for candidate in choice.candidates if candidate.partition is not None]
-    for candidate in possible_candidates[:MAX_ESTIMATES]:
+    fastest_candidates = sorted(
+        possible_candidates[:MAX_ESTIMATES], key=lambda candidate: seconds_of(candidate, plan_with_pipeline(candidate))
+    )
+    if limit is None:
+        return plan_with_pipeline(fastest_candidates[0])
+    bytes_and_candidates: list[tuple[int, PipelineCandidate]] = []  # needed bytes, candidate
+    for candidate in fastest_candidates:
         # prices include only the bytes kept for backward passes; the estimate covers the whole step
         candidate_plan = plan_with_pipeline(candidate)
         needed_bytes = estimate(experiment, platform, candidate_plan).device_bytes
@@ -156,10 +165,37 @@ def layer_counts_of(partition: Partition, period: int) -> tuple[int, ...]:
     return tuple(period * len(periods) for periods in partition.stages)
 
 
-def _fixed_bytes(experiment: Experiment, platform: Platform, plan: Plan, rank_count: int, microbatch_count: int) -> int:
+def _seconds_of_candidates(
+    experiment: Experiment, platform: Platform, prices_of: Callable[[int], ModelPrices]
+) -> Callable[[PipelineCandidate, Plan], float]:
+    """Return a function from a candidate and its plan to the modeled seconds of a whole step.
+
+    The step's items are those of `step_seconds`, except that the passes and the bubble are as simulated for the
+    candidate's partition, whose stages may be unequal.
+
+    Args:
+        experiment: the experiment, whose plan has a resolved mesh.
+        platform: platform with known rates (`rated`).
+        prices_of: function from a number of microbatches to the prices of the model's blocks.
+    """
+    mesh = experiment.plan.mesh
+    assert mesh is not None
+    memory = MemoryPlan("none") if experiment.plan.memory.rule == "fit" else experiment.plan.memory
+    costs = split_costs(experiment, platform, experiment.plan, mesh.tensor, mesh.sequence)
+
+    def seconds_of(candidate: PipelineCandidate, plan: Plan) -> float:
+        """Return the modeled seconds of a step with the candidate's pipeline."""
+        plan = dataclasses.replace(plan, mesh=mesh, memory=memory)
+        kept = costs.kept(memory, experiment.batch / mesh.batch_shards / candidate.microbatches)
+        seconds = step_seconds(plan, Variant.of(plan), kept, costs, platform)
+        simulated_seconds = sum(seconds.items.get(item, 0.0) for item in SIMULATED_ITEMS)
+        return seconds.total - simulated_seconds + candidate.seconds
+
+    return seconds_of
+
+
+def _fixed_bytes(step: TrainStep, plan: Plan) -> int:
     """Return the bytes per device of weights, optimizer state, compute copy and gradients, for equal stages."""
-    pipeline = PipelinePlan.parse(f"gpipe:{rank_count}x{microbatch_count}")
-    step = described_step(experiment, platform, dataclasses.replace(plan, pipeline=pipeline))
     weight_bytes = local_bytes(step.layout.abstract.params)
     optimizer_state_bytes = local_bytes(step.layout.abstract.optimizer)
     # weights and their float32 gradients, optimizer state, and the bfloat16 compute copy

@@ -10,6 +10,7 @@ from jaxscale.pipeline.choose.partition import ModelPrices
 from jaxscale.pipeline.choose.price import Price
 from jaxscale.planning.automatic_choices import resolve_choices
 from jaxscale.planning.pipeline_choice import pipeline_choice, prices_of_periods
+from jaxscale.planning.search import step_seconds
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
@@ -48,6 +49,15 @@ def test_auto_keeps_to_the_limit():
     plan = override(Plan(), {"pipeline": "auto:2", "mesh": "data:2"})
     with pytest.raises(UserError, match=r"auto:2.*no candidate fits"):
         pipeline_choice(EXPERIMENT, Platform.parse("tpu v5e:2x2"), 1024, plan)
+
+
+def test_auto_counts_the_launches_of_many_microbatches(monkeypatch):
+    model = dataclasses.replace(MODEL, windows=(None,))
+    experiment, plan = Experiment("launched", model, Tokens(), batch=32), override(Plan(), {"pipeline": "auto:4"})
+    chosen = pipeline_choice(experiment, Platform.parse("tpu v5e:2x2"), 2**34, plan)
+    monkeypatch.setattr(step_seconds, "LAUNCH_SECONDS", 1.0)
+    with_slow_launches = pipeline_choice(experiment, Platform.parse("tpu v5e:2x2"), 2**34, plan)
+    assert with_slow_launches.pipeline.microbatches < chosen.pipeline.microbatches
 
 
 @pytest.mark.variant

@@ -19,6 +19,7 @@ from jaxscale.planning.explain import explain
 from jaxscale.planning.memory_costs import MemoryCosts
 from jaxscale.planning.memory_search import cheapest_fit
 from jaxscale.planning.program import compiled_bytes
+from jaxscale.planning.search.step_seconds import modeled_seconds
 from jaxscale.platforms.detect import detect
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.block import BlockGraph
@@ -144,6 +145,18 @@ def test_of_all_that_fits_the_least_time_is_taken(planned):
             other = dataclasses.replace(plan, memory=memory_search.MemoryPlan.parse(text))
             if estimate(experiment, V5E, other).device_bytes <= limit:
                 assert least <= costs.seconds(costs.decision(other.memory))
+
+
+@pytest.mark.parametrize("place", ["tpu v5e:2x2", "cpu x 4"])
+def test_steps_cost_what_the_search_over_plans_models(planned, place):
+    experiment, platform = planned("fsdp:4", precision="float32"), Platform.parse(place)
+    costs = MemoryCosts.of(experiment, platform, experiment.plan)
+    seconds = {}
+    for text in ("none", "dots", "full"):
+        plan = dataclasses.replace(experiment.plan, memory=memory_search.MemoryPlan.parse(text))
+        seconds[text] = costs.step_seconds(plan, costs.decision(plan.memory))
+        assert seconds[text] == pytest.approx(modeled_seconds(experiment, platform, plan).total, rel=1e-6)
+    assert seconds["none"] < seconds["full"]
 
 
 def test_what_fits_as_it_is_is_asked_nothing_else(experiment, model):

@@ -214,7 +214,7 @@ def check_lock(path: str | Path) -> LockCheck:
     new_lock = lock_of(experiment, source, plan, lock.platform, report, folder)
     if new_lock.parameters != lock.parameters:
         raise UserError(
-            f"{path}: is the lock of a model with {lock.parameters:,} parameters, but {lock.file} has "
+            f"{path} is the lock of a model with {lock.parameters:,} parameters, but {lock.file} has "
             f"{new_lock.parameters:,} now; write a new lock with jaxscale plan --lock"
         )
     return LockCheck(lock, new_lock, str(path))
