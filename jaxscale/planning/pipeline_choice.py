@@ -2,8 +2,8 @@
 
 `pipeline/choose/auto.py` tries every named synchronous schedule with the prices of the model's blocks
 (`stage_prices.py`), for every number of microbatches that divides the batch. This module supplies the prices, and the
-memory that weights and optimizer state leave free. The fastest candidates are then ranked by the modeled seconds of a
-whole step, on the scale of `jaxscale plan`, which add launches and communication to the simulated passes. If rates are
+memory that weights and optimizer state leave free. The candidates are then ranked by the modeled seconds of a whole
+step, on the scale of `jaxscale plan`, which add launches and communication to the simulated passes. If rates are
 unknown, as on a CPU, assumed ones are used (`rated`).
 """
 
@@ -37,7 +37,7 @@ MAX_MICROBATCHES = 16
 SIMULATED_ITEMS = ("forward", "backward", "recomputation", "head", "bubble")
 """Items of a step's seconds that the simulation of a pipeline includes."""
 MAX_ESTIMATES = 24
-"""Maximum number of candidates, the fastest first, for which the whole step is modeled and estimated."""
+"""Maximum number of candidates, the fastest first, for which the whole step is estimated."""
 
 
 def pipeline_choice(
@@ -109,14 +109,16 @@ def pipeline_choice(
     seconds_of = _seconds_of_candidates(
         dataclasses.replace(experiment, plan=equal_step.plan), rated_platform, prices_of
     )
-    possible_candidates = [candidate for candidate in choice.candidates if candidate.partition is not None]
-    fastest_candidates = sorted(
-        possible_candidates[:MAX_ESTIMATES], key=lambda candidate: seconds_of(candidate, plan_with_pipeline(candidate))
-    )
+    seconds_and_candidates = [
+        (seconds_of(candidate, plan_with_pipeline(candidate)), candidate)
+        for candidate in choice.candidates
+        if candidate.partition is not None
+    ]
+    fastest_candidates = [candidate for _, candidate in sorted(seconds_and_candidates, key=lambda pair: pair[0])]
     if limit is None:
         return plan_with_pipeline(fastest_candidates[0])
     bytes_and_candidates: list[tuple[int, PipelineCandidate]] = []  # needed bytes, candidate
-    for candidate in fastest_candidates:
+    for candidate in fastest_candidates[:MAX_ESTIMATES]:
         # prices include only the bytes kept for backward passes; the estimate covers the whole step
         candidate_plan = plan_with_pipeline(candidate)
         needed_bytes = estimate(experiment, platform, candidate_plan).device_bytes

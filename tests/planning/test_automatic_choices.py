@@ -8,9 +8,9 @@ from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
 from jaxscale.pipeline.choose.partition import ModelPrices
 from jaxscale.pipeline.choose.price import Price
+from jaxscale.planning import pipeline_choice
 from jaxscale.planning.automatic_choices import resolve_choices
-from jaxscale.planning.pipeline_choice import pipeline_choice, prices_of_periods
-from jaxscale.planning.search import step_seconds
+from jaxscale.planning.pipeline_choice import prices_of_periods
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
@@ -48,23 +48,24 @@ def test_auto_becomes_a_schedule_that_builds():
 def test_auto_keeps_to_the_limit():
     plan = override(Plan(), {"pipeline": "auto:2", "mesh": "data:2"})
     with pytest.raises(UserError, match=r"auto:2.*no candidate fits"):
-        pipeline_choice(EXPERIMENT, Platform.parse("tpu v5e:2x2"), 1024, plan)
+        pipeline_choice.pipeline_choice(EXPERIMENT, Platform.parse("tpu v5e:2x2"), 1024, plan)
 
 
-def test_auto_counts_the_launches_of_many_microbatches(monkeypatch):
+def test_auto_counts_the_messages_and_launches_of_many_microbatches(monkeypatch):
     model = dataclasses.replace(MODEL, windows=(None,))
-    experiment, plan = Experiment("launched", model, Tokens(), batch=32), override(Plan(), {"pipeline": "auto:4"})
-    chosen = pipeline_choice(experiment, Platform.parse("tpu v5e:2x2"), 2**34, plan)
-    monkeypatch.setattr(step_seconds, "LAUNCH_SECONDS", 1.0)
-    with_slow_launches = pipeline_choice(experiment, Platform.parse("tpu v5e:2x2"), 2**34, plan)
-    assert with_slow_launches.pipeline.microbatches < chosen.pipeline.microbatches
+    experiment, plan = Experiment("whole", model, Tokens(), batch=512), override(Plan(), {"pipeline": "auto:4"})
+    chosen = pipeline_choice.pipeline_choice(experiment, Platform.parse("tpu v5e:2x2"), 2**34, plan)
+    passes_alone = lambda *_: lambda candidate, plan: candidate.seconds  # noqa: E731
+    monkeypatch.setattr(pipeline_choice, "_seconds_of_candidates", passes_alone)
+    without_messages = pipeline_choice.pipeline_choice(experiment, Platform.parse("tpu v5e:2x2"), 2**34, plan)
+    assert chosen.pipeline.microbatches < without_messages.pipeline.microbatches
 
 
 @pytest.mark.variant
 def test_blocks_are_priced_under_the_plan_that_is_given():
     plan, platform = override(Plan(), {"pipeline": "auto:2", "memory": "full"}), Platform.parse("tpu v5e:2x2")
-    chosen = pipeline_choice(EXPERIMENT, platform, 2**34, plan)
-    assert chosen == pipeline_choice(dataclasses.replace(EXPERIMENT, plan=plan), platform, 2**34)
+    chosen = pipeline_choice.pipeline_choice(EXPERIMENT, platform, 2**34, plan)
+    assert chosen == pipeline_choice.pipeline_choice(dataclasses.replace(EXPERIMENT, plan=plan), platform, 2**34)
     assert chosen.pipeline.name != "auto"
 
 
