@@ -63,8 +63,8 @@ class Compiler:
         stores_split_operands: whether an expression of a two-byte type is stored if several matrix products read it and
             its elements are split over the tensor axis, such as the gradient of the logits. TPU 7x does so; this was
             inferred from two compiled steps.
-        stores_gathered_expressions: whether an expression from which a gather picks elements is stored, because the
-            chip's sparse cores, which it lacks, cannot gather from it (v5e).
+        stores_gathered_expressions: whether an expression from which a gather picks elements is stored. XLA does so for
+            v5e, which has no sparse cores that could gather; this was inferred from one compiled step.
     """
 
     product_fusion: Literal["no", "all", "local"] = "no"
@@ -313,8 +313,8 @@ class Arrays:
         if producer is None or not producer.is_backward or producer.kind not in ("add", "add_any", "select_n"):
             return False
         avals = self.program.avals
-        summands = [source for source in self.sources_by_value[value] if avals[source].shape == avals[value].shape]
-        return len(summands) >= 3 and len(self.program.readers.get(value, ())) > 1
+        shapes = [getattr(avals[source], "shape", None) for source in self.sources_by_value[value]]
+        return shapes.count(avals[value].shape) >= 3 and len(self.program.readers.get(value, ())) > 1
 
     def _is_gathered_expression(self, value: int, reader_indices: Iterable[int]) -> bool:
         """Return whether a gather reads a large computed value, such as all log-probabilities for those of targets."""

@@ -218,11 +218,13 @@ class _Candidates:
         return self.candidate_by_text[text]
 
     def cost(self, candidate: Candidate) -> float:
-        """Return the modeled seconds of a candidate's step, or its FLOP if the model exposes no blocks."""
+        """Return the modeled seconds of a candidate's step, or its FLOP if they cannot be modeled."""
         if candidate not in self.cost_by_candidate:
             memory = candidate.plan.memory
-            decision = self.costs.decision(memory) if self.costs.calls else None
-            cost = None if decision is None else self.seconds(memory, decision)
+            try:
+                cost = self.seconds(memory, self.costs.decision(memory)) if self.costs.calls else None
+            except UserError:  # the plan copies to the host, which needs rates that are unknown
+                cost = None
             self.cost_by_candidate[candidate] = candidate.flop if cost is None else cost
         return self.cost_by_candidate[candidate]
 

@@ -106,9 +106,7 @@ def pipeline_choice(
         )
         return dataclasses.replace(plan, pipeline=pipeline)
 
-    seconds_of = _seconds_of_candidates(
-        dataclasses.replace(experiment, plan=equal_step.plan), rated_platform, prices_of
-    )
+    seconds_of = _seconds_of_candidates(dataclasses.replace(experiment, plan=equal_step.plan), rated_platform)
     seconds_and_candidates = [
         (seconds_of(candidate, plan_with_pipeline(candidate)), candidate)
         for candidate in choice.candidates
@@ -167,23 +165,24 @@ def layer_counts_of(partition: Partition, period: int) -> tuple[int, ...]:
     return tuple(period * len(periods) for periods in partition.stages)
 
 
-def _seconds_of_candidates(
-    experiment: Experiment, platform: Platform, prices_of: Callable[[int], ModelPrices]
-) -> Callable[[PipelineCandidate, Plan], float]:
+def _seconds_of_candidates(experiment: Experiment, platform: Platform) -> Callable[[PipelineCandidate, Plan], float]:
     """Return a function from a candidate and its plan to the modeled seconds of a whole step.
 
     The step's items are those of `step_seconds`, except that the passes and the bubble are as simulated for the
-    candidate's partition, whose stages may be unequal.
+    candidate's partition, whose stages may be unequal. If a whole step cannot be modeled, the simulated seconds count.
 
     Args:
         experiment: the experiment, whose plan has a resolved mesh.
         platform: platform with known rates (`rated`).
-        prices_of: function from a number of microbatches to the prices of the model's blocks.
     """
     mesh = experiment.plan.mesh
     assert mesh is not None
     memory = MemoryPlan("none") if experiment.plan.memory.rule == "fit" else experiment.plan.memory
-    costs = split_costs(experiment, platform, experiment.plan, mesh.tensor, mesh.sequence)
+    try:
+        costs = split_costs(experiment, platform, experiment.plan, mesh.tensor, mesh.sequence)
+        costs.kept(memory, costs.rows)
+    except UserError:  # the model cannot be traced without a pipeline, or the rule suits only parts of it
+        return lambda candidate, plan: candidate.seconds
 
     def seconds_of(candidate: PipelineCandidate, plan: Plan) -> float:
         """Return the modeled seconds of a step with the candidate's pipeline."""
