@@ -181,8 +181,7 @@ class Arrays:
         """Return whether the matrix product at `index` is computed around a ring of devices.
 
         Such a product is computed in steps. Between two steps, an operand or the partial result moves to the next
-        device. The rows of a batch must be split over fsdp alone: with a data axis, there were no rings in two compiled
-        steps.
+        device. The rows of a batch must be split over fsdp alone: with a data axis, compiled steps had no rings.
         """
         axis_sizes = self.placements.axis_sizes
         if axis_sizes.get("fsdp", 1) <= 2 or axis_sizes.get("data", 1) > 1:
