@@ -198,7 +198,7 @@ def plan_points(
     if costs.is_timed and costs.models_steps:
         for text, decision in decision_by_text.items():
             assert decision is not None, "the model exposes blocks"
-            seconds = costs.step_seconds(dataclasses.replace(plan, memory=MemoryPlan.parse(text)), decision)
+            seconds = costs.step_seconds(MemoryPlan.parse(text), decision)
             assert seconds is not None
             cost_by_text[text] = seconds
     least_cost = min(cost_by_text.values()) or 1

@@ -10,7 +10,7 @@ Values and arrays are represented by their numbers in a `FlatProgram`.
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from jaxscale.programs import regions, tiles
@@ -181,10 +181,9 @@ class Arrays:
         """Return whether the matrix product at `index` is computed around a ring of devices.
 
         Such a product is computed in steps. Between two steps, an operand or the partial result moves to the next
-        device. The rows of a batch must be split over fsdp alone: with a data axis, compiled steps had no rings.
+        device.
         """
-        axis_sizes = self.placements.axis_sizes
-        if axis_sizes.get("fsdp", 1) <= 2 or axis_sizes.get("data", 1) > 1:
+        if not has_rings(self.placements.axis_sizes):
             return False
         is_scattered = self.compiler.has_scattered_gradients and index in self.placements.summed_products
         return is_scattered or bool(self.placements.gathered_bytes.get(index))
@@ -286,7 +285,7 @@ class Arrays:
         """Return whether an expression must be stored as an array."""
         if value in self.output_values and self.is_inner:
             return True
-        if self._is_gradient_sum(value):
+        if self._is_backward_sum(value):
             return True
         if value in self.scattered_sums and (self.compiler.product_fusion == "no" or not self._is_fully_sharded(value)):
             return True
@@ -302,11 +301,12 @@ class Arrays:
             return True
         return self.compiler.product_fusion == "local" and any(map(self.is_ring_product, product_indices))
 
-    def _is_gradient_sum(self, value: int) -> bool:
-        """Return whether several operations read a sum of at least three arrays of its shape in the backward pass.
+    def _is_backward_sum(self, value: int) -> bool:
+        """Return whether several operations of the backward pass read a sum of at least three arrays of its shape.
 
-        An example is the gradient of a residual stream. To store it once moves fewer bytes than to read all its arrays
-        for each reader. A sum behind a mask, such as ReLU's, counts too.
+        Examples are the gradient of a residual stream, and a stream that is computed again. To store it once moves
+        fewer bytes than to read all its arrays for each reader. A sum behind a mask, such as ReLU's, counts too. Sums
+        of the forward pass are left out, because the backward pass reads their arrays anyway.
         """
         producer = self._producer_by_value.get(value)
         if producer is None or not producer.is_backward or producer.kind not in ("add", "add_any", "select_n"):
@@ -369,6 +369,18 @@ class Arrays:
         """
         device_count = math.prod(self.placements.axis_sizes.values())
         return math.prod(map(self.placements.part_count, self.placements.by_value[value])) == device_count
+
+
+def has_rings(axis_sizes: Mapping[str, int]) -> bool:
+    """Return whether products may run around a ring of devices: along fsdp, if only it splits a batch.
+
+    With an axis data or replica beside fsdp, or with 2 devices along fsdp, compiled steps had no rings.
+
+    Example:
+        >>> has_rings({"fsdp": 4}), has_rings({"data": 2, "fsdp": 4})
+        (True, False)
+    """
+    return axis_sizes.get("fsdp", 1) > 2 and max(axis_sizes.get(axis, 1) for axis in ("data", "replica")) == 1
 
 
 def _scattered_sums(program: FlatProgram) -> set[int]:

@@ -2,10 +2,11 @@
 
 A memory plan adds the seconds of recomputation (by the roofline model), and the seconds of copies to and from the host
 that do not overlap with the block's own computation. `step_seconds` adds them to the other items of a step, on the
-scale on which `jaxscale plan` ranks plans, with the collectives and launches that recomputation repeats. Only the
-model's blocks are traced, and only once; the whole step is traced once more for the other items.
+scale on which `jaxscale plan` ranks plans, with the collectives and launches that recomputation repeats. For the memory
+plans, the model's blocks are traced once; the other items come from one more trace (`split_costs`).
 """
 
+import contextlib
 import dataclasses
 import functools
 
@@ -22,6 +23,7 @@ from jaxscale.programs import roofline
 from jaxscale.programs.collect import BlockCall
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
+from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.gradients import Objective
 from jaxscale.step.memory_resolve import SEGMENT_RULES, is_foreign_list, traced_blocks
 
@@ -59,7 +61,7 @@ class MemoryCosts:
         calls = traced_blocks(step.objective, platform.chip)
         planned_experiment = dataclasses.replace(experiment, plan=step.plan)
         stage_count = step.objective.stages_per_device
-        return cls(platform, calls, plan.microbatches, stage_count, step.objective, planned_experiment)
+        return cls(platform, calls, step.plan.microbatches, stage_count, step.objective, planned_experiment)
 
     @property
     def is_timed(self) -> bool:
@@ -126,31 +128,39 @@ class MemoryCosts:
         """Return the modeled seconds that a decision adds to a step, compared with keeping all activations."""
         return self.microbatch_count * self.stage_count * decision.seconds
 
-    def step_seconds(self, plan: Plan, decision: Decision) -> float | None:
+    def step_seconds(self, memory: MemoryPlan, decision: Decision) -> float | None:
         """Return the modeled seconds of a whole step; `None` if the model exposes no blocks or cannot be modeled.
 
-        On a CPU, whose rates are unknown, assumed rates are used (`rated`).
+        On a chip whose rates are unknown, such as a CPU, assumed rates are used (`rated`).
 
         Args:
-            plan: plan of the step, which differs from the experiment's in the memory rule alone.
-            decision: decision of the plan's memory rule.
+            memory: memory plan of the step; everything else is as in the experiment's plan.
+            decision: decision of the memory plan.
         """
-        costs, mesh = self._split_costs, None if self.experiment is None else self.experiment.plan.mesh
-        if costs is None or mesh is None:
+        costs = self._split_costs
+        if costs is None:
             return None
-        plan = dataclasses.replace(plan, mesh=mesh)
+        assert self.experiment is not None
+        plan = dataclasses.replace(self.experiment.plan, memory=memory)
+        assert plan.mesh is not None
+        kept = self._kept(plan, decision, costs, plan.mesh)
+        return step_seconds(plan, Variant.of(plan), kept, costs, rated(self.platform)).total
+
+    def _kept(self, plan: Plan, decision: Decision, costs: SplitCosts, mesh: MeshSpec) -> Kept:
+        """Return what a memory plan keeps and recomputes for the rows of a microbatch on a device, over all stages."""
+        row_count = costs.batch / mesh.batch_shards / plan.microbatches
+        memory = plan.memory
+        if not self.is_timed:  # the decision has no seconds
+            budget = None if memory.budget is None else memory.budget * mesh.pipe
+            with contextlib.suppress(UserError):  # a rule for segments of a model's own list of blocks
+                return costs.kept(dataclasses.replace(memory, budget=budget), row_count)
         group_count = self.stage_count * mesh.pipe  # a decision is that of one group of blocks
         group_flop = sum(call.count * call.graph.flop for call in self.calls)
         recomputed_share = decision.flop / group_flop if group_flop else 0.0
-        recomputation_seconds = group_count * decision.seconds
+        seconds = group_count * decision.seconds
         if not self.is_timed:
-            row_count = costs.batch / mesh.batch_shards / plan.microbatches
-            try:
-                recomputation_seconds = costs.kept(plan.memory, row_count).seconds
-            except UserError:  # a rule for segments of a model's own list of blocks
-                recomputation_seconds = recomputed_share * costs.forward_seconds * row_count / costs.rows
-        kept = Kept(group_count * decision.bytes, recomputation_seconds, recomputed_share)
-        return step_seconds(plan, Variant.of(plan), kept, costs, rated(self.platform)).total
+            seconds = recomputed_share * costs.forward_seconds * row_count / costs.rows
+        return Kept(group_count * decision.bytes, seconds, recomputed_share)
 
     @functools.cached_property
     def _split_costs(self) -> SplitCosts | None:
@@ -160,5 +170,5 @@ class MemoryCosts:
         plan, mesh = self.experiment.plan, self.experiment.plan.mesh
         try:
             return split_costs(self.experiment, rated(self.platform), plan, mesh.tensor, mesh.sequence)
-        except UserError:
+        except Exception:  # it traces the model for other rows, for which the model may raise an error of its own
             return None

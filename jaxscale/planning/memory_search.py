@@ -7,8 +7,8 @@ budget. In this way, few programs are compiled. POFO's plan at the same budget a
 a platform with separate host memory, it is chosen if it saves the share `OFFLOAD_GAIN` of the blocks' time.
 
 The cost is the modeled seconds of a step, on the scale of `jaxscale plan`: a memory plan adds recomputation, the
-collectives and launches that it repeats, and copies that do not overlap with computation. For models that expose no
-blocks, the cost is FLOP. Left out: selectors that are never better than POFO, and budgets for weights and
+collectives and launches that it repeats, and copies that do not overlap with computation. If one of the plans
+cannot be modeled, the cost is FLOP. Left out: selectors that are never better than POFO, and budgets for weights and
 optimizer state.
 """
 
@@ -128,7 +128,7 @@ def cheapest_fit(
     rules = searched_rules(plan, candidates.costs) if menu is None else ()
     max_budget = candidates.costs.kept_bytes(menu_candidates[0].kept_bytes)
     optimal_candidates = [_largest_candidate(candidates, rule, limit, max_budget) for rule in rules]
-    best_candidate = min(filter(None, optimal_candidates), key=candidates.cost, default=None)
+    best_candidate = next(iter(candidates.cheapest_first(list(filter(None, optimal_candidates)))), None)
     # POFO is not tried if weights stream from the host, because they keep the link to the host busy
     if best_candidate is not None and candidates.costs.is_scanned and plan.offload.weights == "device":
         host_limit = host_share(platform) if host_limit is None else host_limit
@@ -137,7 +137,7 @@ def cheapest_fit(
     least_bytes = min(candidate.device_bytes for candidate in menu_candidates)
     bytes_and_candidates: list[tuple[int, Candidate]] = []  # needed bytes, candidate
     all_candidates = menu_candidates if best_candidate is None else [best_candidate, *menu_candidates]
-    for candidate in sorted(all_candidates, key=candidates.cost):
+    for candidate in candidates.cheapest_first(all_candidates):
         is_promising = candidate.device_bytes <= limit * (1 + MARGIN) or candidate.device_bytes == least_bytes
         needed_bytes = candidates.needed_bytes(candidate) if is_promising else candidate.device_bytes
         if candidate is best_candidate or needed_bytes <= limit:
@@ -179,7 +179,7 @@ class _Candidates:
         is_default_menu: whether the memory plans to choose from are the default ones.
         candidate_by_text: candidates that were estimated, by the text form of their memory plan.
         measured_bytes_by_candidate: bytes of device memory per device of the candidates that were compiled.
-        cost_by_candidate: results of `cost`, computed on demand.
+        seconds_by_candidate: modeled seconds of the steps of candidates, computed on demand.
     """
 
     experiment: Experiment
@@ -189,7 +189,7 @@ class _Candidates:
     is_default_menu: bool = True
     candidate_by_text: dict[str, Candidate] = dataclasses.field(default_factory=dict)
     measured_bytes_by_candidate: dict[Candidate, int] = dataclasses.field(default_factory=dict)
-    cost_by_candidate: dict[Candidate, float] = dataclasses.field(default_factory=dict)
+    seconds_by_candidate: dict[Candidate, float | None] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def abstract_batch(self) -> Any:
@@ -217,23 +217,34 @@ class _Candidates:
             )
         return self.candidate_by_text[text]
 
-    def cost(self, candidate: Candidate) -> float:
-        """Return the modeled seconds of a candidate's step, or its FLOP if they cannot be modeled."""
-        if candidate not in self.cost_by_candidate:
+    def cheapest_first(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Return the candidates by the modeled seconds of a step, or by FLOP if one of them cannot be modeled."""
+        seconds = [self._seconds_of(candidate) for candidate in candidates]
+        costs = [
+            candidate.flop if None in seconds or cost is None else cost
+            for candidate, cost in zip(candidates, seconds, strict=True)
+        ]
+        return [candidates[index] for index in sorted(range(len(candidates)), key=costs.__getitem__)]
+
+    def _seconds_of(self, candidate: Candidate) -> float | None:
+        """Return the modeled seconds of a candidate's step; `None` if they cannot be modeled."""
+        if not self.costs.calls:
+            return None
+        if candidate not in self.seconds_by_candidate:
             memory = candidate.plan.memory
             try:
-                cost = self.seconds(memory, self.costs.decision(memory)) if self.costs.calls else None
+                self.seconds_by_candidate[candidate] = self.seconds(memory, self.costs.decision(memory))
             except UserError:  # the plan copies to the host, which needs rates that are unknown
-                cost = None
-            self.cost_by_candidate[candidate] = candidate.flop if cost is None else cost
-        return self.cost_by_candidate[candidate]
+                self.seconds_by_candidate[candidate] = None
+        return self.seconds_by_candidate[candidate]
 
     def seconds(self, memory: MemoryPlan, decision: Decision) -> float | None:
-        """Return the modeled seconds of a step under a memory plan; `None` if the chip's rates are unknown.
+        """Return the modeled seconds of a step under a memory plan.
 
-        If a whole step cannot be modeled, return only the seconds that the memory plan adds.
+        If a whole step cannot be modeled, return only the seconds that the memory plan adds, or `None` if the chip's
+        rates are unknown.
         """
-        seconds = self.costs.step_seconds(dataclasses.replace(self.plan, memory=memory), decision)
+        seconds = self.costs.step_seconds(memory, decision)
         return self.costs.seconds(decision) if seconds is None and self.costs.is_timed else seconds
 
     def candidate_or_none(self, text: str) -> Candidate | None:
@@ -301,10 +312,11 @@ def _pofo_candidate(
     for _ in range(2):
         memory = MemoryPlan("offload", budget=budget, selector="pofo")
         try:
+            save_seconds = candidates.seconds(best_candidate.plan.memory, costs.decision(best_candidate.plan.memory))
             seconds = candidates.seconds(memory, costs.decision(memory))
         except UserError:  # the budget is below the least possible
             return None
-        if seconds is None or candidates.cost(best_candidate) - seconds < OFFLOAD_GAIN * costs.block_seconds:
+        if save_seconds is None or seconds is None or save_seconds - seconds < OFFLOAD_GAIN * costs.block_seconds:
             return None
         candidate = candidates.candidate_of_budget("offload:pofo", budget)
         if candidate is None or (host_limit is not None and candidate.host_bytes > host_limit):

@@ -4,7 +4,8 @@
 (`stage_prices.py`), for every number of microbatches that divides the batch. This module supplies the prices, and the
 memory that weights and optimizer state leave free. The candidates are then ranked by the modeled seconds of a whole
 step, on the scale of `jaxscale plan`, which add launches and communication to the simulated passes. If rates are
-unknown, as on a CPU, assumed ones are used (`rated`).
+unknown, as on a CPU, assumed ones are used (`rated`). Left out: candidates whose passes alone, without a bubble, take
+longer than those of the fastest one.
 """
 
 import dataclasses
@@ -17,7 +18,6 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.pipeline.choose.auto import PipelineCandidate, choose_pipeline
 from jaxscale.pipeline.choose.partition import ModelPrices, Partition
 from jaxscale.pipeline.choose.price import PipelineDevice, Price
-from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.program import described_step
 from jaxscale.planning.search.model_costs import rated, split_costs
@@ -83,8 +83,11 @@ def pipeline_choice(
 
     pipe_devices = None
     limit = usable_bytes(platform) if limit is None else limit
-    pipeline = PipelinePlan.parse(f"gpipe:{rank_count}x{microbatch_counts[0]}")
-    equal_step = described_step(experiment, platform, dataclasses.replace(plan, pipeline=pipeline))
+    pipeline = dataclasses.replace(plan.pipeline, name="gpipe", microbatches=microbatch_counts[0])
+    # `memory fit` is resolved after the pipeline; until then, memory full stands for what it can save
+    is_memory_open = plan.memory.rule == "fit"
+    frugal_plan = dataclasses.replace(plan, memory=MemoryPlan("full")) if is_memory_open else plan
+    equal_step = described_step(experiment, platform, dataclasses.replace(frugal_plan, pipeline=pipeline))
     if limit is not None:
         fixed_bytes = _fixed_bytes(equal_step, plan)
         pipe_devices = [PipelineDevice(memory_bytes=max(1, limit - fixed_bytes))] * rank_count
@@ -112,14 +115,15 @@ def pipeline_choice(
         for candidate in choice.candidates
         if candidate.partition is not None
     ]
-    fastest_candidates = [candidate for _, candidate in sorted(seconds_and_candidates, key=lambda pair: pair[0])]
+    fastest_candidates = [candidate for _, candidate in sorted(seconds_and_candidates, key=_rank)]
     if limit is None:
         return plan_with_pipeline(fastest_candidates[0])
     bytes_and_candidates: list[tuple[int, PipelineCandidate]] = []  # needed bytes, candidate
     for candidate in fastest_candidates[:MAX_ESTIMATES]:
         # prices include only the bytes kept for backward passes; the estimate covers the whole step
         candidate_plan = plan_with_pipeline(candidate)
-        needed_bytes = estimate(experiment, platform, candidate_plan).device_bytes
+        estimated_plan = dataclasses.replace(candidate_plan, memory=frugal_plan.memory)
+        needed_bytes = estimate(experiment, platform, estimated_plan).device_bytes
         if needed_bytes <= limit:
             return candidate_plan
         bytes_and_candidates.append((needed_bytes, candidate))
@@ -165,6 +169,13 @@ def layer_counts_of(partition: Partition, period: int) -> tuple[int, ...]:
     return tuple(period * len(periods) for periods in partition.stages)
 
 
+def _rank(seconds_and_candidate: tuple[float, PipelineCandidate]) -> tuple[float, int]:
+    """Return the key by which candidates are sorted: seconds, and among equal seconds the bytes of the fullest rank."""
+    seconds, candidate = seconds_and_candidate
+    assert candidate.partition is not None
+    return float(f"{seconds:.9g}"), int(max(candidate.partition.bytes))
+
+
 def _seconds_of_candidates(experiment: Experiment, platform: Platform) -> Callable[[PipelineCandidate, Plan], float]:
     """Return a function from a candidate and its plan to the modeled seconds of a whole step.
 
@@ -177,20 +188,20 @@ def _seconds_of_candidates(experiment: Experiment, platform: Platform) -> Callab
     """
     mesh = experiment.plan.mesh
     assert mesh is not None
-    memory = MemoryPlan("none") if experiment.plan.memory.rule == "fit" else experiment.plan.memory
+    memory = experiment.plan.memory
     try:
         costs = split_costs(experiment, platform, experiment.plan, mesh.tensor, mesh.sequence)
         costs.kept(memory, costs.rows)
-    except UserError:  # the model cannot be traced without a pipeline, or the rule suits only parts of it
+    except Exception:  # the rule suits only parts of the model, or the model raises an error for other rows
         return lambda candidate, plan: candidate.seconds
 
     def seconds_of(candidate: PipelineCandidate, plan: Plan) -> float:
         """Return the modeled seconds of a step with the candidate's pipeline."""
-        plan = dataclasses.replace(plan, mesh=mesh, memory=memory)
+        plan = dataclasses.replace(plan, mesh=mesh, memory=memory, microbatches=candidate.microbatches)
         kept = costs.kept(memory, experiment.batch / mesh.batch_shards / candidate.microbatches)
         seconds = step_seconds(plan, Variant.of(plan), kept, costs, platform)
-        simulated_seconds = sum(seconds.items.get(item, 0.0) for item in SIMULATED_ITEMS)
-        return seconds.total - simulated_seconds + candidate.seconds
+        other_seconds = (value for name, value in seconds.items.items() if name not in SIMULATED_ITEMS)
+        return candidate.seconds + sum(other_seconds)
 
     return seconds_of
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from jaxscale.compiler.described import abstract_device, lacks_memories, lower_for
 from jaxscale.planning import accuracy
-from jaxscale.planning.fusion import Compiler
+from jaxscale.planning.fusion import Compiler, has_rings
 from jaxscale.platforms.compiler_options import NO_RINGS, WINDOWED_EINSUM_THRESHOLD
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.dims import placement_of
@@ -117,8 +117,8 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
 def _has_ring_gradients(step: TrainStep, platform: Platform) -> bool:
     """Return whether XLA:TPU sums gradients of blocks outside loops around a ring, once in a step."""
     plan = step.plan
-    has_rings = _has_ring_products(platform, plan) and step.mesh.shape.get("fsdp", 1) > 2
-    return has_rings and plan.zero > 1 and plan.microbatches == 1
+    is_around_ring = _has_ring_products(platform, plan) and has_rings(step.mesh.shape)
+    return is_around_ring and plan.zero > 1 and plan.microbatches == 1
 
 
 def _has_ring_products(platform: Platform, plan: Plan) -> bool:

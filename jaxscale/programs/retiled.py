@@ -8,6 +8,8 @@ Weights that are gathered before the passes (ZeRO 1 and 2) are gathered in tiles
 for each loop that reads them. The sparse cores make all these copies ahead of time: while the forward loop runs, the
 gathered weights, the forward pass's copy and the backward pass's copy are all in memory, and after it the last one
 alone. A loop over microbatches reads one copy. The rule was inferred from two compiled steps.
+Left out: weights between whose gather and whose loop another operation stands, as with memory sqrt, codecs of replicas
+and pipelines.
 """
 
 import dataclasses
@@ -52,15 +54,15 @@ def with_retiled_weights(program: FlatProgram) -> FlatProgram:
 
     def append_copy(value: int, aval: Any) -> int:
         """Append an operation that copies a value to a new array, and return the array."""
-        copied_value = next(new_numbers)
-        avals[copied_value] = aval
-        operations.append(Operation(RETILE, (value,), (copied_value,), {}))
-        return copied_value
+        copy_number = next(new_numbers)
+        avals[copy_number] = aval
+        operations.append(Operation(RETILE, (value,), (copy_number,), {}))
+        return copy_number
 
     for operation in program.operations:
         is_loop = operation.loop_body is not None
         copy_by_operand: dict[int | None, int] = {}
-        newly_copied_weights: list[int] = []
+        weights_of_new_copies: list[int] = []
         if (is_loop or operation.kind in RETILED_OPERANDS) and gathering_values.isdisjoint(operation.outputs):
             for value in operation.inputs:
                 if value in arguments_to_copy:
@@ -72,19 +74,19 @@ def with_retiled_weights(program: FlatProgram) -> FlatProgram:
                         readers = dict.fromkeys(program.readers[value])
                         loops = [index for index in readers if program.operations[index].loop_body is not None]
                         copies_by_weight[value] = [append_copy(value, avals[value]) for _ in loops]
-                        newly_copied_weights.append(value)
+                        weights_of_new_copies.append(value)
                     copy_by_operand[value] = copies_by_weight[value].pop(0)
             inputs = tuple(copy_by_operand.get(value, value) for value in operation.inputs)
             operation = dataclasses.replace(operation, inputs=inputs)
         operations.append(operation)
-        for weight in newly_copied_weights:
+        for weight in weights_of_new_copies:
             if copies_by_weight[weight]:  # these copies are complete when this loop is; until then the weight stays
                 append_copy(weight, jax.ShapeDtypeStruct((), "uint32"))
     return dataclasses.replace(program, operations=operations, avals=avals)
 
 
 def _gathered_weights(program: FlatProgram) -> set[int]:
-    """Return the large values of two-byte types that are gathered behind a barrier, as `PlannedModel.copies` does."""
+    """Return the large values of two-byte types that are gathered behind a barrier (ZeRO 1 and 2)."""
     operation_by_value = {value: operation for operation in program.operations for value in operation.outputs}
 
     def is_gathered(operation: Operation) -> bool:

@@ -11,6 +11,8 @@ from jaxscale.pipeline.choose.price import Price
 from jaxscale.planning import pipeline_choice
 from jaxscale.planning.automatic_choices import resolve_choices
 from jaxscale.planning.pipeline_choice import prices_of_periods
+from jaxscale.planning.program import described_step
+from jaxscale.planning.search.step_seconds import modeled_seconds
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
@@ -22,8 +24,10 @@ from jaxscale.values import override
 class Tokens:
     """Shapes of batches."""
 
+    context: int = 8
+
     def shapes(self, rows):
-        return dict.fromkeys(("tokens", "targets"), ((rows, 8), "int32"))
+        return dict.fromkeys(("tokens", "targets"), ((rows, self.context), "int32"))
 
 
 MODEL = Decoder(vocab=12, context=8, layers=4, embed=8, heads=2, windows=(4, None))
@@ -51,14 +55,25 @@ def test_auto_keeps_to_the_limit():
         pipeline_choice.pipeline_choice(EXPERIMENT, Platform.parse("tpu v5e:2x2"), 1024, plan)
 
 
-def test_auto_counts_the_messages_and_launches_of_many_microbatches(monkeypatch):
-    model = dataclasses.replace(MODEL, windows=(None,))
-    experiment, plan = Experiment("whole", model, Tokens(), batch=512), override(Plan(), {"pipeline": "auto:4"})
-    chosen = pipeline_choice.pipeline_choice(experiment, Platform.parse("tpu v5e:2x2"), 2**34, plan)
-    passes_alone = lambda *_: lambda candidate, plan: candidate.seconds  # noqa: E731
-    monkeypatch.setattr(pipeline_choice, "_seconds_of_candidates", passes_alone)
-    without_messages = pipeline_choice.pipeline_choice(experiment, Platform.parse("tpu v5e:2x2"), 2**34, plan)
-    assert chosen.pipeline.microbatches < without_messages.pipeline.microbatches
+def test_auto_chooses_by_the_modeled_seconds_of_whole_steps():
+    model = Decoder(vocab=12, context=64, layers=4, embed=256, heads=2)
+    experiment, platform = Experiment("whole", model, Tokens(64), batch=512), Platform.parse("tpu v5e:2x2")
+    chosen = pipeline_choice.pipeline_choice(experiment, platform, 2**34, override(Plan(), {"pipeline": "auto:4"}))
+
+    def seconds_of(plan):
+        return modeled_seconds(experiment, platform, described_step(experiment, platform, plan).plan).total
+
+    others = [override(Plan(), {"pipeline": f"gpipe:4x{count}"}) for count in (4, 8, 16, 32, 64)]
+    seconds = [seconds_of(plan) for plan in others]
+    assert seconds_of(chosen) <= 1.01 * min(seconds)
+    assert 1.2 * seconds_of(chosen) < max(seconds)
+
+
+def test_both_automatic_choices_go_together():
+    plan = override(Plan(), {"pipeline": "auto:2,stash=residuals", "memory": "fit"})
+    resolved = resolve_choices(EXPERIMENT, plan, 2**34, Platform.parse("tpu v5e:2x2"))
+    assert resolved.pipeline.name != "auto"
+    assert resolved.memory.rule == "none"
 
 
 @pytest.mark.variant

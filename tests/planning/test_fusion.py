@@ -4,10 +4,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxscale.planning.fusion import Arrays, Compiler
+from jaxscale.planning import program
+from jaxscale.planning.fusion import Arrays, Compiler, has_rings
 from jaxscale.planning.timeline import timeline
+from jaxscale.platforms.platform import Platform
 from jaxscale.programs.flat import flatten
 from jaxscale.programs.placements import place
+from jaxscale.recipe.plan import Plan
 
 KB = 1024 * 4
 X = jax.ShapeDtypeStruct((32, 32), jnp.float32)  # 4 KB
@@ -166,6 +169,23 @@ def test_a_narrow_value_split_over_tensor_that_two_products_read_is_an_array_on_
     arrays = Arrays(program, placements, Compiler("all", stores_split_operands=True))
     kinds = {value: operation.kind for operation in program.operations for value in operation.outputs}
     assert [kinds[value] for value in arrays.array_bytes].count("sin") == stored
+
+
+@pytest.mark.parametrize(
+    ("place", "split", "gathered"),
+    [("tpu 7x:2x2x1", True, False), ("tpu v5e:2x2", False, True), ("gpu h100", False, False)],
+)
+def test_rules_of_one_chip_are_of_that_chip(place, split, gathered):
+    compiler = program._compiler(Platform.parse(place), Plan())
+    assert (compiler.stores_split_operands, compiler.stores_gathered_expressions) == (split, gathered)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rings"),
+    [({"fsdp": 4}, True), ({"fsdp": 2}, False), ({"data": 2, "fsdp": 4}, False), ({"replica": 2, "fsdp": 4}, False)],
+)
+def test_products_run_around_a_ring_if_fsdp_alone_splits_the_batch(sizes, rings):
+    assert has_rings(sizes) == rings
 
 
 def test_what_is_computed_from_literals_alone_is_no_array():

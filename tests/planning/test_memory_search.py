@@ -14,11 +14,11 @@ from jaxscale.errors import UserError
 from jaxscale.memory.decision import Decision
 from jaxscale.models import ForeignModel, classification, linen_model
 from jaxscale.optim import Optimizer
-from jaxscale.planning import memory_search
+from jaxscale.planning import memory_costs, memory_search
 from jaxscale.planning.explain import explain
 from jaxscale.planning.memory_costs import MemoryCosts
 from jaxscale.planning.memory_search import cheapest_fit
-from jaxscale.planning.program import compiled_bytes
+from jaxscale.planning.program import compiled_bytes, described_step
 from jaxscale.planning.search.step_seconds import modeled_seconds
 from jaxscale.platforms.detect import detect
 from jaxscale.platforms.platform import Platform
@@ -148,15 +148,46 @@ def test_of_all_that_fits_the_least_time_is_taken(planned):
 
 
 @pytest.mark.parametrize("place", ["tpu v5e:2x2", "cpu x 4"])
-def test_steps_cost_what_the_search_over_plans_models(planned, place):
-    experiment, platform = planned("fsdp:4", precision="float32"), Platform.parse(place)
+@pytest.mark.parametrize(
+    "fields", [{"mesh": "fsdp:4"}, {"mesh": "fsdp:4", "microbatches": 2}, {"mesh": "fsdp:2", "pipeline": "1f1b:2x4"}]
+)
+def test_steps_cost_what_the_search_over_plans_models(planned, place, fields):
+    experiment, platform = planned(**fields, precision="float32"), Platform.parse(place)
     costs = MemoryCosts.of(experiment, platform, experiment.plan)
+    resolved_plan = described_step(experiment, platform).plan
     seconds = {}
-    for text in ("none", "dots", "full"):
-        plan = dataclasses.replace(experiment.plan, memory=memory_search.MemoryPlan.parse(text))
-        seconds[text] = costs.step_seconds(plan, costs.decision(plan.memory))
-        assert seconds[text] == pytest.approx(modeled_seconds(experiment, platform, plan).total, rel=1e-6)
+    for text in ("none", "dots", "full", "save:1MiB"):
+        memory = memory_search.MemoryPlan.parse(text)
+        seconds[text] = costs.step_seconds(memory, costs.decision(memory))
+        if memory.budget is None:
+            modeled = modeled_seconds(experiment, platform, dataclasses.replace(resolved_plan, memory=memory)).total
+            assert seconds[text] == pytest.approx(modeled, rel=1e-2)  # traced for other numbers of rows
+    assert seconds["none"] <= seconds["save:1MiB"] <= seconds["full"]
     assert seconds["none"] < seconds["full"]
+
+
+def test_a_model_of_a_fixed_number_of_rows_is_searched_by_added_seconds(planned, monkeypatch):
+    def refuse(*_):
+        raise ValueError("expects 8 rows")  # as a user's module might, traced for the rows of one device
+
+    monkeypatch.setattr(memory_costs, "split_costs", refuse)
+    experiment = planned("fsdp:4", precision="bfloat16")
+    costs = MemoryCosts.of(experiment, V5E, experiment.plan)
+    assert (
+        costs.step_seconds(memory_search.MemoryPlan("full"), costs.decision(memory_search.MemoryPlan("full"))) is None
+    )
+    limit = estimate(experiment, V5E).device_bytes * 4 // 5
+    assert cheapest_fit(experiment, V5E, limit).memory.rule in ("save", "offload")
+
+
+def test_plans_are_ranked_on_one_scale(experiment, model, monkeypatch):
+    candidates = [memory_search.Candidate(plan_of(experiment.plan), flop, 0, 0) for flop in (3, 1, 2)]
+    ranked = memory_search._Candidates(experiment, V5E, experiment.plan, None)
+    seconds = dict(zip(candidates, (0.1, 0.2, None), strict=True))
+    monkeypatch.setattr(memory_search._Candidates, "_seconds_of", lambda self, candidate: seconds[candidate])
+    assert [candidate.flop for candidate in ranked.cheapest_first(candidates)] == [1, 2, 3]
+    seconds[candidates[2]] = 0.15
+    assert [candidate.flop for candidate in ranked.cheapest_first(candidates)] == [3, 2, 1]
 
 
 def test_what_fits_as_it_is_is_asked_nothing_else(experiment, model):
