@@ -87,7 +87,9 @@ def with_retiled_weights(program: FlatProgram) -> FlatProgram:
 
 def _gathered_weights(program: FlatProgram) -> set[int]:
     """Return the large values of two-byte types that are gathered behind a barrier (ZeRO 1 and 2)."""
-    operation_by_value = {value: operation for operation in program.operations for value in operation.outputs}
+    operation_by_value: dict[int | None, Operation] = {
+        value: operation for operation in program.operations for value in operation.outputs
+    }
 
     def is_gathered(operation: Operation) -> bool:
         """Return whether an operation constrains the sharding of a barrier's result."""
