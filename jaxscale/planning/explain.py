@@ -164,7 +164,7 @@ def explain(
         moments=moments,
         backward_start=backward_start,
         points=tuple(plan_points(experiment, parsed_platform, step_estimate.plan, plan_texts, costs)),
-        is_timed=costs.is_timed and costs.models_steps,
+        is_timed=costs.models_steps,
     )
 
 
@@ -195,7 +195,7 @@ def plan_points(
             continue
     decision_by_text = {text: _decision_of_text(costs, text) for text in estimate_by_text}
     cost_by_text: dict[str, float] = {text: plan_estimate.flop for text, plan_estimate in estimate_by_text.items()}
-    if costs.is_timed and costs.models_steps:
+    if costs.models_steps:
         for text, decision in decision_by_text.items():
             assert decision is not None, "the model exposes blocks"
             seconds = costs.step_seconds(MemoryPlan.parse(text), decision)

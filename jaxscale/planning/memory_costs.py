@@ -6,11 +6,9 @@ scale on which `jaxscale plan` ranks plans, with the collectives and launches th
 plans, the model's blocks are traced once; the other items come from one more trace (`split_costs`).
 """
 
-import contextlib
 import dataclasses
 import functools
 
-from jaxscale.errors import UserError
 from jaxscale.memory.decide import decide
 from jaxscale.memory.decision import Decision
 from jaxscale.memory.plan import MemoryPlan
@@ -23,7 +21,6 @@ from jaxscale.programs import roofline
 from jaxscale.programs.collect import BlockCall
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
-from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.gradients import Objective
 from jaxscale.step.memory_resolve import SEGMENT_RULES, is_foreign_list, traced_blocks
 
@@ -129,9 +126,10 @@ class MemoryCosts:
         return self.microbatch_count * self.stage_count * decision.seconds
 
     def step_seconds(self, memory: MemoryPlan, decision: Decision) -> float | None:
-        """Return the modeled seconds of a whole step; `None` if the model exposes no blocks or cannot be modeled.
+        """Return the modeled seconds of a whole step; `None` if they cannot be modeled.
 
-        On a chip whose rates are unknown, such as a CPU, assumed rates are used (`rated`).
+        They are not modeled if the model exposes no blocks, or with assumed rates: with those of a CPU, `full` seemed
+        faster than a save set, which took 0.90 of its time (`experiments/tight_memory.py`, 2 cores, 2026-11-30).
 
         Args:
             memory: memory plan of the step; everything else is as in the experiment's plan.
@@ -143,29 +141,16 @@ class MemoryCosts:
         assert self.experiment is not None
         plan = dataclasses.replace(self.experiment.plan, memory=memory)
         assert plan.mesh is not None
-        kept = self._kept(plan, decision, costs, plan.mesh)
-        return step_seconds(plan, Variant.of(plan), kept, costs, rated(self.platform)).total
-
-    def _kept(self, plan: Plan, decision: Decision, costs: SplitCosts, mesh: MeshSpec) -> Kept:
-        """Return what a memory plan keeps and recomputes for the rows of a microbatch on a device, over all stages."""
-        row_count = costs.batch / mesh.batch_shards / plan.microbatches
-        memory = plan.memory
-        if not self.is_timed:  # the decision has no seconds
-            budget = None if memory.budget is None else memory.budget * mesh.pipe
-            with contextlib.suppress(UserError):  # a rule for segments of a model's own list of blocks
-                return costs.kept(dataclasses.replace(memory, budget=budget), row_count)
-        group_count = self.stage_count * mesh.pipe  # a decision is that of one group of blocks
+        group_count = self.stage_count * plan.mesh.pipe  # a decision is that of one group of blocks
         group_flop = sum(call.count * call.graph.flop for call in self.calls)
         recomputed_share = decision.flop / group_flop if group_flop else 0.0
-        seconds = group_count * decision.seconds
-        if not self.is_timed:
-            seconds = recomputed_share * costs.forward_seconds * row_count / costs.rows
-        return Kept(group_count * decision.bytes, seconds, recomputed_share)
+        kept = Kept(group_count * decision.bytes, group_count * decision.seconds, recomputed_share)
+        return step_seconds(plan, Variant.of(plan), kept, costs, rated(self.platform)).total
 
     @functools.cached_property
     def _split_costs(self) -> SplitCosts | None:
         """The costs of the other items of a step; `None` if they cannot be modeled."""
-        if self.experiment is None or not self.calls or self.experiment.plan.mesh is None:
+        if self.experiment is None or not self.calls or self.experiment.plan.mesh is None or not self.is_timed:
             return None
         plan, mesh = self.experiment.plan, self.experiment.plan.mesh
         try:

@@ -147,12 +147,11 @@ def test_of_all_that_fits_the_least_time_is_taken(planned):
                 assert least <= costs.seconds(costs.decision(other.memory))
 
 
-@pytest.mark.parametrize("place", ["tpu v5e:2x2", "cpu x 4"])
 @pytest.mark.parametrize(
     "fields", [{"mesh": "fsdp:4"}, {"mesh": "fsdp:4", "microbatches": 2}, {"mesh": "fsdp:2", "pipeline": "1f1b:2x4"}]
 )
-def test_steps_cost_what_the_search_over_plans_models(planned, place, fields):
-    experiment, platform = planned(**fields, precision="float32"), Platform.parse(place)
+def test_steps_cost_what_the_search_over_plans_models(planned, fields):
+    experiment, platform = planned(**fields, precision="float32"), V5E
     costs = MemoryCosts.of(experiment, platform, experiment.plan)
     resolved_plan = described_step(experiment, platform).plan
     seconds = {}
@@ -164,6 +163,16 @@ def test_steps_cost_what_the_search_over_plans_models(planned, place, fields):
             assert seconds[text] == pytest.approx(modeled, rel=1e-2)  # traced for other numbers of rows
     assert seconds["none"] <= seconds["save:1MiB"] <= seconds["full"]
     assert seconds["none"] < seconds["full"]
+
+
+def test_steps_of_a_processor_are_ranked_by_flop(planned):
+    experiment, platform = planned("fsdp:4", precision="float32"), Platform.parse("cpu x 4")
+    costs = MemoryCosts.of(experiment, platform, experiment.plan)
+    assert (
+        costs.step_seconds(memory_search.MemoryPlan("full"), costs.decision(memory_search.MemoryPlan("full"))) is None
+    )
+    limit = estimate(experiment, platform).device_bytes * 9 // 10
+    assert cheapest_fit(experiment, platform, limit).memory.rule == "save"
 
 
 def test_a_model_of_a_fixed_number_of_rows_is_searched_by_added_seconds(planned, monkeypatch):
