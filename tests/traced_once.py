@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import jaxscale.planning.estimate
-from jaxscale.planning import explain, fit, memory_costs, pipeline_choice
+from jaxscale.planning import explain, fit, pipeline_choice
 from jaxscale.planning.search import advice, model_costs, search, step_seconds
 
 
@@ -34,5 +34,5 @@ def share_traces(patch: pytest.MonkeyPatch) -> None:
     """Have the planner share traces, for the time of a test."""
     for module in (search, advice, fit, pipeline_choice, explain):
         patch.setattr(module, "estimate", estimate)
-    for module in (search, step_seconds, memory_costs, pipeline_choice):
+    for module in (search, step_seconds, model_costs):
         patch.setattr(module, "split_costs", split_costs)

@@ -13,7 +13,7 @@ from jaxscale.memory.decide import decide
 from jaxscale.memory.decision import Decision
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning.program import described_step
-from jaxscale.planning.search.model_costs import Kept, SplitCosts, rated, split_costs
+from jaxscale.planning.search.model_costs import Kept, SplitCosts, step_costs
 from jaxscale.planning.search.space import Variant
 from jaxscale.planning.search.step_seconds import step_seconds
 from jaxscale.platforms.platform import Platform
@@ -144,16 +144,12 @@ class MemoryCosts:
         group_count = self.stage_count * plan.mesh.pipe  # a decision is that of one group of blocks
         group_flop = sum(call.count * call.graph.flop for call in self.calls)
         recomputed_share = decision.flop / group_flop if group_flop else 0.0
-        kept = Kept(group_count * decision.bytes, group_count * decision.seconds, recomputed_share)
-        return step_seconds(plan, Variant.of(plan), kept, costs, rated(self.platform)).total
+        decision_of_all = Kept(group_count * decision.bytes, group_count * decision.seconds, recomputed_share)
+        return step_seconds(plan, Variant.of(plan), decision_of_all, costs, self.platform).total
 
     @functools.cached_property
     def _split_costs(self) -> SplitCosts | None:
         """The costs of the other items of a step; `None` if they cannot be modeled."""
-        if self.experiment is None or not self.calls or self.experiment.plan.mesh is None or not self.is_timed:
+        if self.experiment is None or not self.calls or not self.is_timed:
             return None
-        plan, mesh = self.experiment.plan, self.experiment.plan.mesh
-        try:
-            return split_costs(self.experiment, rated(self.platform), plan, mesh.tensor, mesh.sequence)
-        except Exception:  # it traces the model for other rows, for which the model may raise an error of its own
-            return None
+        return step_costs(self.experiment, self.platform)

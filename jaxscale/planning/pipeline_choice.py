@@ -20,7 +20,7 @@ from jaxscale.pipeline.choose.partition import ModelPrices, Partition
 from jaxscale.pipeline.choose.price import PipelineDevice, Price
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.program import described_step
-from jaxscale.planning.search.model_costs import rated, split_costs
+from jaxscale.planning.search.model_costs import rated, step_costs
 from jaxscale.planning.search.space import Variant
 from jaxscale.planning.search.step_seconds import step_seconds
 from jaxscale.planning.stage_prices import model_prices
@@ -85,8 +85,7 @@ def pipeline_choice(
     limit = usable_bytes(platform) if limit is None else limit
     pipeline = dataclasses.replace(plan.pipeline, name="gpipe", microbatches=microbatch_counts[0])
     # `memory fit` is resolved after the pipeline; until then, memory full stands for what it can save
-    is_memory_open = plan.memory.rule == "fit"
-    frugal_plan = dataclasses.replace(plan, memory=MemoryPlan("full")) if is_memory_open else plan
+    frugal_plan = dataclasses.replace(plan, memory=MemoryPlan("full")) if plan.memory.rule == "fit" else plan
     equal_step = described_step(experiment, platform, dataclasses.replace(frugal_plan, pipeline=pipeline))
     if limit is not None:
         fixed_bytes = _fixed_bytes(equal_step, plan)
@@ -109,7 +108,9 @@ def pipeline_choice(
         )
         return dataclasses.replace(plan, pipeline=pipeline)
 
-    seconds_of = _seconds_of_candidates(dataclasses.replace(experiment, plan=equal_step.plan), rated_platform)
+    seconds_of = _seconds_of_candidates(
+        dataclasses.replace(experiment, plan=dataclasses.replace(equal_step.plan, memory=plan.memory)), rated_platform
+    )
     seconds_and_candidates = [
         (seconds_of(candidate, plan_with_pipeline(candidate)), candidate)
         for candidate in choice.candidates
@@ -186,20 +187,18 @@ def _seconds_of_candidates(experiment: Experiment, platform: Platform) -> Callab
         experiment: the experiment, whose plan has a resolved mesh.
         platform: platform with known rates (`rated`).
     """
-    mesh = experiment.plan.mesh
+    mesh, memory = experiment.plan.mesh, experiment.plan.memory
     assert mesh is not None
-    memory = experiment.plan.memory
-    try:
-        costs = split_costs(experiment, platform, experiment.plan, mesh.tensor, mesh.sequence)
-        costs.kept(memory, costs.rows)
-    except Exception:  # the rule suits only parts of the model, or the model raises an error for other rows
+    memory = MemoryPlan("none") if memory.rule == "fit" else memory  # as in the prices of the passes
+    costs = step_costs(experiment, platform)
+    if costs is None or not costs.suits(memory):
         return lambda candidate, plan: candidate.seconds
 
     def seconds_of(candidate: PipelineCandidate, plan: Plan) -> float:
         """Return the modeled seconds of a step with the candidate's pipeline."""
         plan = dataclasses.replace(plan, mesh=mesh, memory=memory, microbatches=candidate.microbatches)
-        kept = costs.kept(memory, experiment.batch / mesh.batch_shards / candidate.microbatches)
-        seconds = step_seconds(plan, Variant.of(plan), kept, costs, platform)
+        row_count = experiment.batch / mesh.batch_shards / candidate.microbatches
+        seconds = step_seconds(plan, Variant.of(plan), costs.kept(memory, row_count), costs, platform)
         other_seconds = (value for name, value in seconds.items.items() if name not in SIMULATED_ITEMS)
         return candidate.seconds + sum(other_seconds)
 

@@ -14,11 +14,12 @@ from jaxscale.errors import UserError
 from jaxscale.memory.decision import Decision
 from jaxscale.models import ForeignModel, classification, linen_model
 from jaxscale.optim import Optimizer
-from jaxscale.planning import memory_costs, memory_search
+from jaxscale.planning import memory_search
 from jaxscale.planning.explain import explain
 from jaxscale.planning.memory_costs import MemoryCosts
 from jaxscale.planning.memory_search import cheapest_fit
 from jaxscale.planning.program import compiled_bytes, described_step
+from jaxscale.planning.search import model_costs
 from jaxscale.planning.search.step_seconds import modeled_seconds
 from jaxscale.platforms.detect import detect
 from jaxscale.platforms.platform import Platform
@@ -179,7 +180,7 @@ def test_a_model_of_a_fixed_number_of_rows_is_searched_by_added_seconds(planned,
     def refuse(*_):
         raise ValueError("expects 8 rows")  # as a user's module might, traced for the rows of one device
 
-    monkeypatch.setattr(memory_costs, "split_costs", refuse)
+    monkeypatch.setattr(model_costs, "split_costs", refuse)
     experiment = planned("fsdp:4", precision="bfloat16")
     costs = MemoryCosts.of(experiment, V5E, experiment.plan)
     assert (

@@ -52,7 +52,10 @@ def gathered_step(batches, gathers=True):
         copies = gather(weights)
         if batches == 1:
             return jax.grad(loss)(copies, xs[0])
-        add = lambda total, x: (total + jax.grad(loss)(copies, x), None)  # noqa: E731
+
+        def add(total, x):
+            return total + jax.grad(loss)(copies, x), None
+
         return jax.lax.scan(add, jnp.zeros_like(weights), xs)[0]
 
     shapes = (LAYERS, WIDTH, WIDTH), (batches, 8, WIDTH)

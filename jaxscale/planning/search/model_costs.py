@@ -248,6 +248,23 @@ def split_costs(experiment: Experiment, platform: Platform, plan: Plan, tensor: 
     )
 
 
+def step_costs(experiment: Experiment, platform: Platform) -> SplitCosts | None:
+    """Return the costs of an experiment's model under its plan; `None` if the model cannot be traced for them.
+
+    The model is traced for the rows of one device and without a pipeline. A user's model may raise an error for that.
+
+    Args:
+        experiment: the experiment, whose plan has a resolved mesh.
+        platform: platform with known rates (`rated`).
+    """
+    mesh = experiment.plan.mesh
+    assert mesh is not None
+    try:
+        return split_costs(experiment, platform, experiment.plan, mesh.tensor, mesh.sequence)
+    except Exception:  # of any type: the model is the user's code
+        return None
+
+
 def without_layout(plan: Plan, mesh: MeshSpec | None = None) -> Plan:
     """Return the plan on another mesh; its settings of parallelism, memory and offload are reset to the defaults.
 
