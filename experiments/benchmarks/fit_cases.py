@@ -44,6 +44,7 @@ from figures import Figure, show
 from jaxscale.compiler.compile import compile_report
 from jaxscale.compiler.usable import usable_bytes
 from jaxscale.errors import UserError
+from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.planning import accuracy
 from jaxscale.planning.estimate import of_step
 from jaxscale.planning.program import described_step, lowered_step
@@ -87,6 +88,25 @@ SIZED_FACTORS = FACTORS | {
 }  # fmt: skip
 """The values of each factor of the design "sized"; the batch is a multiple of the model's."""
 
+PIPELINED_FACTORS = {
+    "model": ("gpt2_medium", "llama_1b", "llama_3b", "vit_large", "experts_large"),
+    "platform": (
+        "tpu v5e:2x2", "tpu v5e:2x4", "tpu v5p:2x2x1", "tpu v6e:2x4", "tpu 7x:2x2x1", "gpu h100 x 4", "gpu h100 x 8",
+        "gpu b200 x 8",
+    ),
+    "pipeline": (
+        "1f1b:2x4", "1f1b:4x8", "gpipe:2x8", "lockstep:4x8", "interleaved:2x4,v=2", "zb-h1:2x4", "zb-v:2x4",
+        "dualpipe-v:2x4", "chimera:2x4", "2bw:2x4",
+    ),
+    "stash": ("residuals", "input"),
+    "mesh": ("fsdp", "data", "fsdp,tensor:2"),
+    "zero": ("0", "1", "3"),
+    "memory": ("none", "full", "dots"),
+    "format": FACTORS["format"],
+    "batch": ("1", "2"),
+}  # fmt: skip
+"""The values of each factor of the pipelined designs; the rest of the mesh is of one stage."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -126,9 +146,13 @@ def case_of(values: dict[str, str]) -> Case:
     fixed_count = 1
     for _, _, size_text in axes:
         fixed_count *= int(size_text or 1)
+    fields = [f"{name}={values[name]}" for name in ("zero", "microbatches", "memory") if name in values]
+    if "pipeline" in values:
+        pipeline = PipelinePlan.parse(f"{values['pipeline']},stash={values['stash']}")
+        fixed_count *= pipeline.shape()[0]
+        fields.append(f"pipeline={pipeline}")
     remaining_count = Platform.parse(values["platform"]).devices // fixed_count
     mesh = ",".join(f"{axis}:{size_text or remaining_count}" for axis, _, size_text in axes)
-    fields = [f"{name}={values[name]}" for name in ("zero", "microbatches", "memory")]
     batch = None
     if "batch" in values:
         batch = int(values["batch"]) * load_file(MODELS, values["model"], {})[0].batch
@@ -171,6 +195,7 @@ DESIGNS = {
     "latest": Design(SIZED_FACTORS, 2028, 24),
     "newest": Design(SIZED_FACTORS, 2029, 24),
     "unseen": Design(SIZED_FACTORS, 2030, 24),
+    "pipelined": Design(PIPELINED_FACTORS, 2031, 24),
 }
 HELD_OUT = "unseen"
 """The design on whose cases nothing was fitted."""

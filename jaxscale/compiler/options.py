@@ -3,17 +3,29 @@
 from typing import Any
 
 from jaxscale.errors import UserError, near_miss
-from jaxscale.platforms.compiler_options import SETS, CompilerOptions, OptionValue
+from jaxscale.platforms.compiler_options import IN_PLACE_BRANCHES, SETS, CompilerOptions, OptionValue
 from jaxscale.platforms.detect import chip_of
 from jaxscale.platforms.platform import Chip
 
 
-def options_for(options: CompilerOptions, device: Any) -> dict[str, OptionValue]:
-    """Return the value of each compiler option that a plan sets for a device, by the option's name.
+def options_for(options: CompilerOptions, device: Any, *, is_pipelined: bool = False) -> dict[str, OptionValue]:
+    """Return the value of each compiler option for a device, by the option's name.
 
-    The device may be described instead of attached.
+    Args:
+        options: the options of a plan.
+        device: one of the step's devices; it may be described instead of attached.
+        is_pipelined: whether the step is pipelined. If so, its branches write in place (`IN_PLACE_BRANCHES`), unless
+            the plan sets that option itself.
+
+    Example:
+        >>> import jax
+        >>> options_for(CompilerOptions(), jax.devices("cpu")[0], is_pipelined=True)
+        {'xla_cpu_copy_insertion_use_region_analysis': True}
     """
-    return options.of(chip_of(device.device_kind, device.platform))
+    chip = chip_of(device.device_kind, device.platform)
+    in_place_option = IN_PLACE_BRANCHES.get(chip.kind) if is_pipelined else None
+    step_values: dict[str, OptionValue] = {} if in_place_option is None else {in_place_option: True}
+    return step_values | options.of(chip)
 
 
 def check_options(options: CompilerOptions, device: Any, chip: Chip | None = None) -> None:

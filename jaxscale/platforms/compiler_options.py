@@ -42,6 +42,12 @@ WINDOWED_EINSUM_THRESHOLD = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 """Option of libtpu: MiB of a product's operand from which on the product is computed around a ring of devices."""
 NO_RINGS = 1_000_000
 """A threshold that no operand reaches."""
+IN_PLACE_BRANCHES = {
+    "cpu": "xla_cpu_copy_insertion_use_region_analysis",
+    "gpu": "xla_gpu_copy_insertion_use_region_analysis",
+}
+"""By kind of chip, the option with which branches of a loop write into the loop's arrays. Without it, XLA copies the
+arrays in each iteration, such as the activations that wait in a pipeline. XLA for TPUs makes no such copies."""
 
 SETS: Mapping[str, Mapping[str, tuple[Recommended, ...]]] = {
     "overlap": {

@@ -36,8 +36,8 @@ _MAX_PASSES = 3
 """Maximum number of times that a loop's body is placed again because the placement of its state has changed."""
 
 _LIKE_FIRST_OPERAND = (
-    "slice", "dynamic_slice", "pad", "rev", "cumsum", "sort", "top_k", "dynamic_update_slice", "scatter", "scatter-add",
-    "scatter_add", "scatter-mul",
+    "slice", "dynamic_slice", "pad", "rev", "cumsum", "sort", "top_k", "scatter", "scatter-add", "scatter_add",
+    "scatter-mul",
 )  # fmt: skip
 """Operations that place the result like their first operand, in the dims that have the same size in both."""
 

@@ -118,12 +118,14 @@ class TrainStep:
         self._kernel_trace = KernelTrace(self.plan, layout.mesh, parts.update.unfused_reason)
         whole_sharding = NamedSharding(layout.mesh, PartitionSpec())
         in_shardings = (layout.state_shardings, layout.batch_sharding)
+        is_pipelined = self.plan.pipeline is not None
+        compiler_options = options_for(self.plan.compiler, device_of(layout.mesh), is_pipelined=is_pipelined)
         self.step_fn = jax.jit(
             self._kernel_trace.with_recording(self._step),
             donate_argnums=0,
             in_shardings=in_shardings,
             out_shardings=(layout.state_shardings, whole_sharding),
-            compiler_options=options_for(self.plan.compiler, device_of(layout.mesh)) or None,
+            compiler_options=compiler_options or None,
         )
         jit = functools.partial(jax.jit, in_shardings=in_shardings)
         self.gradients_fn = jit(self._mean_gradients, out_shardings=layout.gradient_shardings)

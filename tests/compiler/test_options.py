@@ -3,6 +3,9 @@
 import dataclasses
 import functools
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxscale.compiler.compile import compile_report
@@ -11,7 +14,7 @@ from jaxscale.compiler.report import program_hash
 from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
 from jaxscale.planning.program import batch_shapes, step_recipe
-from jaxscale.platforms.compiler_options import SETS, CompilerOptions
+from jaxscale.platforms.compiler_options import IN_PLACE_BRANCHES, SETS, CompilerOptions
 from jaxscale.platforms.platform import Platform, chips
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
@@ -51,6 +54,22 @@ def test_a_report_and_a_run_have_one_program(compiler, monkeypatch, tmp_path):
 
 def test_the_program_depends_on_the_options():
     assert program_hash(compiled_step("default").program) != program_hash(compiled_step(WITHOUT_FUSION).program)
+
+
+def test_the_branches_of_a_pipeline_write_in_place_with_the_same_results():
+    plan = Plan(mesh="pipe:2", pipeline="gpipe:2x4", memory="none")
+    plans = (plan, dataclasses.replace(plan, compiler=f"{IN_PLACE_BRANCHES['cpu']}=false"))
+    batch = dict.fromkeys(("tokens", "targets"), jnp.arange(64, dtype="int32").reshape(4, 16))
+    results, temporaries = [], []
+    for variant in plans:
+        step = build(dataclasses.replace(experiment(), plan=variant))
+        compile_facts = step.compile(batch)
+        temporaries.append(compile_facts.temp_bytes)
+        results.append(step(step.init(), batch))
+    in_place_bytes, copied_bytes = temporaries
+    assert in_place_bytes < 0.9 * copied_bytes
+    for value, other_value in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_array_equal(value, other_value)
 
 
 @pytest.mark.parametrize(

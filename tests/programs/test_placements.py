@@ -43,6 +43,11 @@ CASES = {
     "heads": (lambda x: x.reshape(8, 4, 8).transpose(1, 0, 2), ((8, 32), P("fsdp", "tensor"))),
     "merged": (lambda x: x.reshape(8, 32), ((8, 4, 8), P("fsdp", "tensor"))),
     "sum": (lambda x: x.sum(1), ((8, 16, 4), P("fsdp", None, "tensor"))),
+    "written slice": (
+        lambda x, w: jax.lax.dynamic_update_slice(jnp.zeros((3, 8, 32)), (x @ w)[None], (1, 0, 0)),
+        ((8, 16), P("fsdp")),
+        ((16, 32), P(None, "tensor")),
+    ),
     "scan": (
         lambda x, w: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0],
         ((8, 16), P("fsdp")),
