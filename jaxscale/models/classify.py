@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jaxscale.blocks import Context, Loss
 from jaxscale.errors import UserError
 from jaxscale.layers.targets import is_class
+from jaxscale.layers.traced_device import gathers_labels
 from jaxscale.models.field_checks import check_batch
 from jaxscale.typing import Array, Batch, Float, Integer, Shaped
+from pallas_kernels.cross_entropy.reference import values_at
 
 
 def cross_entropy(
@@ -37,8 +39,7 @@ def cross_entropy(
         [40.0]
     """
     log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
-    label_log_p = jnp.take_along_axis(log_p, labels[..., None], axis=-1, mode="clip")[..., 0]
-    losses = -label_log_p
+    losses = -values_at(log_p, labels, gather=gathers_labels())
     if smoothing > 0.0:
         losses = (1.0 - smoothing) * losses - smoothing * log_p.mean(-1)
     return jnp.where(is_class(labels, logits.shape[-1]), losses, 0.0)

@@ -96,13 +96,30 @@ def row_losses(products: Any, labels: Any, terms: Terms, *, gather: bool = False
     """
     z = logits(products, terms)
     lse = jax.nn.logsumexp(z, -1)
-    if gather:
-        label_logit = jnp.take_along_axis(z, labels[..., None], -1, mode="clip")[..., 0]
-    else:
-        words = lax.broadcasted_iota(labels.dtype, z.shape, z.ndim - 1)
-        words = words if terms.axis is None else words + terms.first_word(z.shape[-1])
-        label_logit = jnp.sum(jnp.where(words == labels[..., None], z, 0.0), -1)
+    first_word = 0 if terms.axis is None else terms.first_word(z.shape[-1])
+    label_logit = values_at(z, labels, first_word, gather=gather)
     return terms.loss_share(terms.lse_over_shards(lse), label_logit)
+
+
+def values_at(x: Any, indices: Any, first_index: Any = 0, *, gather: bool = False) -> Any:
+    """Return the element of each row of x (..., V) at the row's index, or 0 if x does not hold that index.
+
+    Args:
+        x: values (..., V).
+        indices: one index per row (...), integers.
+        first_index: index of the first of the V elements.
+        gather: whether to gather the elements, which requires that x holds all elements, and takes the nearest one for
+            an index beyond them. By default, the other elements are set to 0, and each row is summed: the gradient is
+            then an expression of the indices, which needs no array of its own.
+
+    Example:
+        >>> values_at(jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([1, 0])).tolist()
+        [2.0, 3.0]
+    """
+    if gather:
+        return jnp.take_along_axis(x, indices[..., None], -1, mode="clip")[..., 0]
+    held_indices = lax.broadcasted_iota(indices.dtype, x.shape, x.ndim - 1) + first_index
+    return jnp.sum(jnp.where(held_indices == indices[..., None], x, 0.0), -1)
 
 
 def loss(x: Any, head: Any, labels: Any, weights: Any, terms: Terms) -> tuple[Any, Any]:

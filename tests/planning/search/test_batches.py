@@ -77,7 +77,7 @@ def test_a_batch_beyond_the_memory_ends_the_search_and_is_not_chosen():
 
 
 def test_small_batches_that_use_few_devices_may_not_fit_where_larger_ones_do():
-    limit, forbidden = "9MiB", (*FORBIDDEN, "microbatches")
+    limit, forbidden = "9MiB", (*FORBIDDEN, "microbatches", "memory", "replica")
     comparison = choose_batch(experiment(), "gpu h100 x 8", limit=limit, forbidden=forbidden)
     assert not comparison.choices[0].fits  # one row: one device, which holds all of the state
     assert comparison.best.fits
@@ -92,11 +92,12 @@ def test_data_of_few_rows_end_the_search_with_a_note():
     assert str(comparison).endswith("the data have 20 rows: larger batches are not tried")
 
 
-def test_a_fixed_mesh_gives_the_unit_of_the_batches():
+def test_a_fixed_mesh_gives_the_unit_of_the_batches(monkeypatch):
+    monkeypatch.setattr(batches, "MOST_DOUBLINGS", 1)
     plan = dataclasses.replace(experiment().plan, mesh="data:3")
-    options = {"fixed": ("mesh",), "forbidden": ("pipeline", "offload", "memory", "microbatches", "loss_chunk")}
-    comparison = choose_batch(experiment(), "gpu h100 x 4", plan, limit="12MiB", **options)
-    assert [choice.rows for choice in comparison.choices][:2] == [3, 6]
+    options = {"fixed": ("mesh", "zero"), "forbidden": ("pipeline", "offload", "memory", "microbatches", "loss_chunk")}
+    comparison = choose_batch(experiment(), "gpu h100 x 4", plan, **options)
+    assert [choice.rows for choice in comparison.choices] == [3, 6]
 
 
 def test_when_no_batch_fits_the_one_with_the_least_bytes_gets_advice():
