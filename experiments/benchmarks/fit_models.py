@@ -4,8 +4,7 @@
 
 A dense decoder in three sizes, a vision transformer, and a mixture of experts with dense dispatch (GShard, Lepikhin et
 al. 2020, arXiv:2006.16668): one-hot tensors bring each token to its experts and back, up to a capacity. The models of
-`fit_cases.py` are small ones of 2 to 6 layers, and others from a ResNet-50 to a Llama of 3 billion parameters. A
-decoder that compiles soon is for pipelines alone.
+`fit_cases.py` are small ones of 2 to 6 layers, and others from a ResNet-50 to a Llama of 3 billion parameters.
 """
 
 import dataclasses
@@ -177,11 +176,6 @@ def vit() -> Experiment:
     return _images("vit", model, model.image, 256)
 
 
-def little() -> Experiment:
-    """A dense decoder of 4 layers, 512 wide."""
-    return _text("little", Decoder(vocab=8192, context=512, layers=4, embed=512, heads=4, mlp=2048), 64)
-
-
 def _heads(width: int) -> Experiment:
     """A dense decoder of 4 layers whose heads have this width."""
     heads = {64: 16, 80: 8, 96: 8, 128: 8, 256: 4}[width]
@@ -325,7 +319,6 @@ VARIANTS = {
     "wide": wide,
     "mixture": mixture,
     "vit": vit,
-    "little": little,
     # of `fit_cases.py`
     **{f"heads{width}": partial(_heads, width) for width in (64, 80, 96, 128, 256)},
     "grouped": grouped,

@@ -2,7 +2,7 @@
 
 `experiments/benchmarks/fit_accuracy.py --write` writes the errors on the calibration set and the factors to
 `accuracy.json`; `experiments/benchmarks/fit_cases.py --write` adds the errors on held-out cases (nothing is fitted on
-them).
+them), with and without a pipeline.
 """
 
 import dataclasses
@@ -12,9 +12,6 @@ from pathlib import Path
 
 FILE = Path(__file__).with_name("accuracy.json")
 """File with the errors and factors, by kind of platform."""
-
-PIPELINED_FILE = Path(__file__).with_name("accuracy_pipelined.json")
-"""File with the errors for pipelined steps, written by `experiments/benchmarks/pipeline_fit.py --write`."""
 
 MARGIN = 0.15
 """Least difference between estimate and memory limit that decides whether a step fits, as a share of the limit."""
@@ -75,9 +72,8 @@ class Accuracy:
 
 @functools.cache
 def _recorded_sections() -> dict:
-    """Return the sections of `accuracy.json` by name; "pipelined" is the contents of `accuracy_pipelined.json`."""
-    contents = json.loads(FILE.read_text()) if FILE.exists() else {}
-    return contents | {"pipelined": json.loads(PIPELINED_FILE.read_text()) if PIPELINED_FILE.exists() else {}}
+    """Return the sections of `accuracy.json` by name."""
+    return json.loads(FILE.read_text()) if FILE.exists() else {}
 
 
 def factors(kind: str) -> Factors:
@@ -85,23 +81,26 @@ def factors(kind: str) -> Factors:
     return Factors(**_recorded_sections().get("factors", {}).get(kind, {}))
 
 
-def recorded_accuracy(kind: str, *, is_compiled: bool = False, is_pipelined: bool = False) -> Accuracy | None:
-    """Return the recorded errors of estimates for a kind of platform; `None` if none are recorded.
+def recorded_accuracy(kind: str, *, is_compiled: bool = False) -> Accuracy | None:
+    """Return the recorded errors of estimates of the calibration set; `None` if none are recorded.
 
     Args:
         kind: "tpu", "gpu" or "cpu".
         is_compiled: whether the piece that needs the most memory was compiled.
+    """
+    fields = _recorded_sections().get("compiled" if is_compiled else "accuracy", {}).get(kind)
+    return None if fields is None else Accuracy(**fields, is_compiled=is_compiled)
+
+
+def held_out_accuracy(kind: str, *, is_pipelined: bool = False) -> Accuracy | None:
+    """Return the recorded errors on held-out cases, without compiled pieces; `None` if none are recorded.
+
+    Args:
+        kind: "tpu", "gpu" or "cpu".
         is_pipelined: whether the steps are pipelined.
     """
-    section_name = "pipelined" if is_pipelined else "compiled" if is_compiled else "accuracy"
-    fields = _recorded_sections().get(section_name, {}).get(kind)
-    return None if fields is None else Accuracy(**fields, is_compiled=is_compiled, is_pipelined=is_pipelined)
-
-
-def held_out_accuracy(kind: str) -> Accuracy | None:
-    """Return the recorded errors on held-out cases, without compiled pieces; `None` if none are recorded."""
-    fields = _recorded_sections().get("held out", {}).get(kind)
-    return None if fields is None else Accuracy(**fields, is_held_out=True)
+    fields = _recorded_sections().get("held out, pipelined" if is_pipelined else "held out", {}).get(kind)
+    return None if fields is None else Accuracy(**fields, is_pipelined=is_pipelined, is_held_out=True)
 
 
 def margin(
@@ -119,7 +118,7 @@ def margin(
     """
     if is_partly_trained and not is_compiled:
         return UNKNOWN_MARGIN
-    recorded_errors = recorded_accuracy(kind, is_pipelined=True) if is_pipelined else None
+    recorded_errors = held_out_accuracy(kind, is_pipelined=True) if is_pipelined else None
     if is_pipelined and (recorded_errors is None or recorded_errors.programs < LEAST_PROGRAMS):
         return UNKNOWN_MARGIN
     return NEARER_MARGIN if is_compiled else MARGIN

@@ -232,9 +232,9 @@ class Fit:
     def _known_accuracy(self) -> accuracy.Accuracy | None:
         """Return the recorded errors of estimates of the same kind as this one; `None` if none are recorded."""
         is_compiled, is_pipelined = bool(self.estimate.compiled_piece_names), self.estimate.plan.pipeline is not None
-        if not is_compiled and not is_pipelined:
-            return accuracy.held_out_accuracy(self.platform.chip.kind)
-        return accuracy.recorded_accuracy(self.platform.chip.kind, is_compiled=is_compiled, is_pipelined=is_pipelined)
+        if is_compiled:
+            return accuracy.recorded_accuracy(self.platform.chip.kind, is_compiled=True)
+        return accuracy.held_out_accuracy(self.platform.chip.kind, is_pipelined=is_pipelined)
 
     def svg(self) -> str:
         """Return an SVG image of the estimated live bytes through a step, by kind of tensor, and the limit."""

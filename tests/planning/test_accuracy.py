@@ -17,11 +17,14 @@ def test_the_recorded_estimates(kind, compiled, median, worst):
     assert ("with the piece that needs the most memory compiled" in str(recorded_accuracy)) == compiled
 
 
+@pytest.mark.parametrize("is_pipelined", [False, True])
 @pytest.mark.parametrize("kind", ["tpu", "gpu"])
-def test_fit_prints_the_errors_on_cases_that_nothing_was_fitted_on(kind):
-    held_out = accuracy.held_out_accuracy(kind)
+def test_fit_prints_the_errors_on_cases_that_nothing_was_fitted_on(kind, is_pipelined):
+    held_out = accuracy.held_out_accuracy(kind, is_pipelined=is_pipelined)
     assert held_out is not None
     assert held_out.programs >= accuracy.LEAST_PROGRAMS
+    assert held_out.median <= 0.1
+    assert held_out.worst <= accuracy.margin(kind, is_pipelined=is_pipelined)
     assert "train steps that nothing was fitted on were off by" in str(held_out)
 
 
