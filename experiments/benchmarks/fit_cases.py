@@ -19,6 +19,7 @@ newest  24 more steps, compiled after rules had been read off two steps of "late
 unseen  24 steps of a fifth seed, compiled after rules had been read off "newest".
 pipelined         pipelined steps, by nine schedules.
 unseen pipelined  the same with another seed, compiled after rules had been read off "pipelined".
+unseen usual      steps on v5e, v5p and v6e in bfloat16 with another seed, for the margin that `fit` states for them.
 
 If a rule is read off a case of a held-out design after all, its row holds the error of before (`error_before`), and
 that error counts. `fit` prints the figures of "unseen" and "unseen pipelined", on whose cases nothing was fitted.
@@ -89,6 +90,13 @@ SIZED_FACTORS = FACTORS | {
     "batch": ("1", "2", "4"),
 }  # fmt: skip
 """The values of each factor of the design "sized"; the batch is a multiple of the model's."""
+
+USUAL_FACTORS = SIZED_FACTORS | {
+    "model": ("gpt2_medium", "llama_1b", "llama_3b", "vit_large", "experts_large"),
+    "platform": ("tpu v5e:2x4", "tpu v5e:4x4", "tpu v5p:2x2x1", "tpu v6e:2x2", "tpu v6e:2x4"),
+    "format": tuple(text for text in FACTORS["format"] if "float32" not in text),
+}
+"""The values of each factor of the design "unseen usual": steps for which `fit` states its narrowest margin."""
 
 PIPELINED_FACTORS = {
     "model": ("gpt2_medium", "llama_1b", "llama_3b", "vit_large", "experts_large"),
@@ -199,6 +207,7 @@ DESIGNS = {
     "unseen": Design(SIZED_FACTORS, 2030, 24),
     "pipelined": Design(PIPELINED_FACTORS, 2031, 24),
     "unseen pipelined": Design(PIPELINED_FACTORS, 2032, 24),
+    "unseen usual": Design(USUAL_FACTORS, 2033, 16),
 }
 HELD_OUT = {"held out": "unseen", "held out, pipelined": "unseen pipelined"}
 """By section of `accuracy.json`, the design on whose cases nothing was fitted."""

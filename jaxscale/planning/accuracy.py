@@ -10,11 +10,27 @@ import functools
 import json
 from pathlib import Path
 
+from jaxscale.platforms.platform import Chip
+from jaxscale.recipe.plan import Plan
+
 FILE = Path(__file__).with_name("accuracy.json")
 """File with the errors and factors, by kind of platform."""
 
 MARGIN = 0.15
 """Least difference between estimate and memory limit that decides whether a step fits, as a share of the limit."""
+
+NARROW_MARGIN = 0.1
+"""Margin that replaces `MARGIN` for the steps whose recorded errors are smallest: on `NARROW_CHIPS`, in bfloat16, with
+blocks in a loop, and with no setting beyond those that the recorded steps vary."""
+
+NARROW_CHIPS = ("v5e", "v5p", "v6e")
+"""Names of the chips on which a step may have the margin `NARROW_MARGIN`."""
+
+VARIED_SETTINGS = ("mesh", "zero", "microbatches", "memory", "state")
+"""Settings of a plan that the recorded steps in bfloat16 vary."""
+
+VARIED_RULES = ("none", "full", "dots", "save")
+"""Memory rules of these steps."""
 
 NEARER_MARGIN = 0.12
 """Margin that replaces `MARGIN` if the piece of the step that needs the most memory was compiled."""
@@ -104,21 +120,42 @@ def held_out_accuracy(kind: str, *, is_pipelined: bool = False) -> Accuracy | No
 
 
 def margin(
-    kind: str, *, is_compiled: bool = False, is_pipelined: bool = False, is_partly_trained: bool = False
+    chip: Chip,
+    plan: Plan,
+    *,
+    has_looped_blocks: bool = True,
+    is_compiled: bool = False,
+    is_partly_trained: bool = False,
 ) -> float:
     """Return the least difference between estimate and memory limit that decides whether a step fits.
 
     The difference is a share of the limit.
 
     Args:
-        kind: "tpu", "gpu" or "cpu".
+        chip: chip that the step would run on.
+        plan: plan of the step.
+        has_looped_blocks: whether the model's blocks run in a loop.
         is_compiled: whether the piece that needs the most memory was compiled.
-        is_pipelined: whether the step is pipelined.
         is_partly_trained: whether some parameters are not trained.
+
+    Example:
+        >>> from jaxscale.platforms.platform import Platform
+        >>> v6e, h100 = (Platform.parse(text).chip for text in ("tpu v6e:2x2", "gpu h100"))
+        >>> margin(v6e, Plan(precision="bfloat16")), margin(v6e, Plan()), margin(h100, Plan(precision="bfloat16"))
+        (0.1, 0.15, 0.15)
     """
     if is_partly_trained and not is_compiled:
         return UNKNOWN_MARGIN
-    recorded_errors = held_out_accuracy(kind, is_pipelined=True) if is_pipelined else None
+    is_pipelined = plan.pipeline is not None
+    recorded_errors = held_out_accuracy(chip.kind, is_pipelined=True) if is_pipelined else None
     if is_pipelined and (recorded_errors is None or recorded_errors.programs < LEAST_PROGRAMS):
         return UNKNOWN_MARGIN
+    if chip.name in NARROW_CHIPS and has_looped_blocks and _has_recorded_settings(plan):
+        return NARROW_MARGIN
     return NEARER_MARGIN if is_compiled else MARGIN
+
+
+def _has_recorded_settings(plan: Plan) -> bool:
+    """Return whether a plan computes in bfloat16 and differs from the default only as the recorded steps do."""
+    varied_values = {name: getattr(plan, name) for name in VARIED_SETTINGS}
+    return plan == Plan(precision="bfloat16", **varied_values) and plan.memory.rule in VARIED_RULES

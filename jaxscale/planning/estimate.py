@@ -59,6 +59,8 @@ class Estimate:
             one replica.
         kernels: the implementation of each kernel in the traced program.
         is_partly_trained: whether some parameters are not trained; no errors are recorded for such estimates.
+        margin: least difference between these bytes and a memory limit that decides whether the step fits, as a share
+            of the limit.
     """
 
     plan: Plan
@@ -73,6 +75,7 @@ class Estimate:
     slow_axis_traffic: Traffic | None = None
     kernels: tuple[KernelChoice, ...] = ()
     is_partly_trained: bool = False
+    margin: float = accuracy.MARGIN
 
     @property
     def device_bytes(self) -> int:
@@ -185,6 +188,14 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
     if platform.chip.kind != "cpu":
         # a checkpoint is copied to the host and written in the background
         host_bytes_by_kind["checkpoint"] = sum(item.bytes for item in device_items + host_items if item.kind != "batch")
+    is_partly_trained = step.experiment.train is not None
+    margin = accuracy.margin(
+        platform.chip,
+        step.plan,
+        has_looped_blocks=bool(bytes_by_piece),
+        is_compiled=bool(compiled_piece_names),
+        is_partly_trained=is_partly_trained,
+    )
     return Estimate(
         plan=step.plan,
         device_bytes_by_kind=device_bytes_by_kind,
@@ -197,7 +208,8 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
         state_bytes_per_parameter=tree_bytes(step.layout.abstract.optimizer) / step.parameters,
         slow_axis_traffic=slow_axis_traffic(step, platform),
         kernels=step.kernels,
-        is_partly_trained=step.experiment.train is not None,
+        is_partly_trained=is_partly_trained,
+        margin=margin,
     )
 
 

@@ -134,14 +134,7 @@ class Fit:
     @property
     def margin(self) -> float:
         """The least difference between estimate and limit that decides whether a step fits, as a share of the limit."""
-        is_compiled, is_pipelined = bool(self.estimate.compiled_piece_names), self.estimate.plan.pipeline is not None
-        is_partly_trained = self.estimate.is_partly_trained
-        return accuracy.margin(
-            self.platform.chip.kind,
-            is_compiled=is_compiled,
-            is_pipelined=is_pipelined,
-            is_partly_trained=is_partly_trained,
-        )
+        return self.estimate.margin
 
     @property
     def verdict(self) -> str:

@@ -11,7 +11,6 @@ from jaxscale.compiler.usable import host_share, usable_bytes
 from jaxscale.errors import UserError
 from jaxscale.figures import markup
 from jaxscale.figures.markup import framed, write_figure, write_text
-from jaxscale.planning import accuracy
 from jaxscale.planning.pictures import Point, page, plans_svg
 from jaxscale.planning.search.advice import advice_for
 from jaxscale.planning.search.calibration import Calibration, calibration_of
@@ -113,8 +112,7 @@ class PlanChoice:
         verdict_text = f"{answer}: {size(self.best.device_bytes)} of {size(self.limit)} per device, {evidence}"
         if not self.fits and self.best.device_bytes <= self.limit:
             verdict_text += f", and {size(self.best.estimate.host_bytes)} of host memory, which is too much"
-        is_pipelined = self.plan.pipeline is not None
-        margin = accuracy.margin(self.platform.chip.kind, is_pipelined=is_pipelined)
+        margin = self.best.estimate.margin
         if report is None and abs(self.best.device_bytes - self.limit) <= margin * self.limit:
             verdict_text += f" (may be off by {margin:.0%}; --verify 1 asks the compiler)"
         return verdict_text
