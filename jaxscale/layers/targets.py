@@ -21,8 +21,14 @@ _class_count_by_name: contextvars.ContextVar[dict[str, int] | None] = contextvar
 
 
 def is_class(targets: Integer[Array, "*S"], classes: int) -> Bool[Array, "*S"]:
-    """Return whether each target is a class: an integer from 0 to `classes` - 1."""
-    return (targets >= 0) & (targets < classes)
+    """Return whether each target is a class: an integer from 0 to `classes` - 1.
+
+    Example:
+        >>> is_class(jnp.array([7, 200, 255], "uint8"), 300).tolist()  # 300 is no value of this type
+        [True, True, True]
+    """
+    wide_targets = targets.astype(jnp.int32)
+    return (wide_targets >= 0) & (wide_targets < classes)
 
 
 def zero_ignored_targets(
@@ -36,7 +42,7 @@ def zero_ignored_targets(
         weights: weights of the targets; all ones by default.
 
     Returns:
-        The targets, which are now all classes, and their weights in float32.
+        The targets, which are now all classes, in int32, and their weights in float32.
 
     Example:
         >>> targets, weights = zero_ignored_targets(jnp.array([2, IGNORED]), 4)
@@ -45,7 +51,7 @@ def zero_ignored_targets(
     """
     is_counted = is_class(targets, classes)
     target_weights = 1.0 if weights is None else weights.astype(jnp.float32)
-    return jnp.where(is_counted, targets, 0), jnp.where(is_counted, target_weights, jnp.float32(0.0))
+    return jnp.where(is_counted, targets.astype(jnp.int32), 0), jnp.where(is_counted, target_weights, jnp.float32(0.0))
 
 
 @contextlib.contextmanager

@@ -118,8 +118,8 @@ def values_at(x: Any, indices: Any, first_index: Any = 0, *, gather: bool = Fals
     """
     if gather:
         return jnp.take_along_axis(x, indices[..., None], -1, mode="clip")[..., 0]
-    held_indices = lax.broadcasted_iota(indices.dtype, x.shape, x.ndim - 1) + first_index
-    return jnp.sum(jnp.where(held_indices == indices[..., None], x, 0.0), -1)
+    held_indices = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) + first_index
+    return jnp.sum(jnp.where(held_indices == indices.astype(jnp.int32)[..., None], x, 0.0), -1)
 
 
 def loss(x: Any, head: Any, labels: Any, weights: Any, terms: Terms) -> tuple[Any, Any]:

@@ -265,12 +265,17 @@ def test_label_smoothing_is_cross_entropy_with_the_smoothed_target():
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
-def test_labels_of_an_unsigned_type_are_those_of_a_signed_one():
-    logits = jax.random.normal(jax.random.key(0), (4, 10))
+@pytest.mark.parametrize("gathers", [True, False])
+def test_labels_of_an_unsigned_type_are_those_of_a_signed_one(gathers, monkeypatch):
+    gathered = cross_entropy(jax.random.normal(jax.random.key(0), (4, 300)), jnp.array([0, 9, 3, 200]))
+    monkeypatch.setattr("jaxscale.models.classify.gathers_labels", lambda: gathers)  # a TPU sums over all classes
+    logits = jax.random.normal(jax.random.key(0), (4, 300))
     labels = np.array([0, 9, 3, 200], np.uint8)
     losses = cross_entropy(logits, jnp.asarray(labels))
     np.testing.assert_array_equal(losses, cross_entropy(logits, jnp.asarray(labels.astype(np.int32))))
-    assert losses[3] == 0
+    np.testing.assert_array_equal(losses, gathered)
+    logits = logits[:, :10]
+    assert cross_entropy(logits, jnp.asarray(labels))[3] == 0
     assert correct_indicators(logits, jnp.asarray(labels)).shape == (4,)
 
 
