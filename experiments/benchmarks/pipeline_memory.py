@@ -14,10 +14,9 @@ branches carries its pool of 3 messages in fast memory, and moves it out and in 
 
 For H100, likewise: 1F1B 296 and 816 at every m, lock-step 376 and 392, GPipe 296 and 520 (input) and 808 and 5,288
 (residuals), both growing by slots x bytes to 0.01 %. The usual way 2,044, 6,348 and 1,532: 0.40, 0.13 and 0.19 of it.
-No pool is copied. The CUDA compiler of JAX 0.10.2 does copy: in each branch of 1F1B that keeps residuals, their seven
-pools, once; not where a stage's input is kept, nor in a lock-step program without branches. Its option
-`xla_gpu_copy_insertion_use_region_analysis` leaves 7 of these 28 copies; zeros written into the slot that was read, and
-a barrier between the reading and the pool that is handed on, change nothing.
+No pool is copied. The CUDA compiler of JAX 0.10.2 copies, in each branch of 1F1B that keeps residuals, their seven
+pools; with the option that `build` sets for pipelined steps since 2026-11-30, @@COPIES@@. Zeros written into the slot
+that was read, and a barrier between the reading and the pool that is handed on, change nothing.
 """
 
 import argparse
@@ -44,6 +43,8 @@ from jaxscale.pipeline.run.held import held_shapes
 from jaxscale.pipeline.run.lifetimes import Stash
 from jaxscale.pipeline.run.tables import tabulate
 from jaxscale.pipeline.schedules import METHODS
+from jaxscale.platforms.compiler_options import IN_PLACE_BRANCHES
+from jaxscale.platforms.platform import Platform
 from jaxscale.trees import tree_bytes
 
 RANKS = 4
@@ -168,11 +169,10 @@ def usual(microbatches: int, remat: bool, sizes: Sizes, devices: Sequence[Any]) 
     return jax.jit(step, out_shardings=(NamedSharding(mesh, P()), spread)).lower(*shapes(mesh, sizes, microbatches, 1))
 
 
-def temporary(platform: str, program: Any) -> int:
-    """Temporary bytes of a device."""
-    report = compile_report(program, platform)
-    assert report.temp_bytes is not None, report
-    return report.temp_bytes
+def in_place_options(platform: str) -> dict[str, bool]:
+    """Return the option of XLA that `build` sets for pipelined steps on a platform."""
+    option = IN_PLACE_BRANCHES.get(Platform.parse(platform).chip.kind)
+    return {} if option is None else {option: True}
 
 
 def full_copies(text: str, shapes: frozenset[str]) -> tuple[int, int]:
@@ -203,7 +203,7 @@ def copies(platform: str, name: str, stash: Stash, lowering: str, sizes: Sizes) 
     # a pool of flags has the shape of much else, and no bytes
     shapes = frozenset(",".join(map(str, leaf.shape)) for leaf in pools(name, 8, stash, sizes) if leaf.ndim > 1)
     with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        options = in_place_options(platform) | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         report = compile_report(
             functools.partial(ours, name, 8, stash, lowering, sizes), platform, options=options, cache=False
         )
@@ -239,7 +239,7 @@ def measure(platform: str, sizes: Sizes) -> list[Figure]:
 
     def ask(program: Any, label: str) -> int:
         if label not in known:
-            report = compile_report(program, platform)
+            report = compile_report(program, platform, options=in_place_options(platform))
             assert report.temp_bytes is not None, report
             known[label] = report.temp_bytes
             told.append(Figure(f"{chip(platform)}: {label}", report.temp_bytes / MIB, "MiB"))

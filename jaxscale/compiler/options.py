@@ -1,5 +1,6 @@
 """Compiler options that a plan sets: their values for a device, and a check that its compiler accepts them."""
 
+import os
 from typing import Any
 
 from jaxscale.errors import UserError, near_miss
@@ -15,7 +16,7 @@ def options_for(options: CompilerOptions, device: Any, *, is_pipelined: bool = F
         options: the options of a plan.
         device: one of the step's devices; it may be described instead of attached.
         is_pipelined: whether the step is pipelined. If so, its branches write in place (`IN_PLACE_BRANCHES`), unless
-            the plan sets that option itself.
+            the plan or XLA_FLAGS sets that option.
 
     Example:
         >>> import jax
@@ -24,7 +25,10 @@ def options_for(options: CompilerOptions, device: Any, *, is_pipelined: bool = F
     """
     chip = chip_of(device.device_kind, device.platform)
     in_place_option = IN_PLACE_BRANCHES.get(chip.kind) if is_pipelined else None
-    step_values: dict[str, OptionValue] = {} if in_place_option is None else {in_place_option: True}
+    is_set_by_user = in_place_option is not None and in_place_option in os.environ.get("XLA_FLAGS", "")
+    step_values: dict[str, OptionValue] = {}
+    if in_place_option is not None and not is_set_by_user:
+        step_values[in_place_option] = True
     return step_values | options.of(chip)
 
 

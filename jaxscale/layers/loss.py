@@ -17,8 +17,8 @@ from jaxscale.blocks import Loss
 from jaxscale.errors import UserError, unknown
 from jaxscale.layers.linear import matmul
 from jaxscale.layers.shards import axes_by_dim, shard_count
-from jaxscale.layers.targets import zero_ignored_targets
-from jaxscale.layers.traced_device import gathers_labels, note_selection
+from jaxscale.layers.targets import gathers_label_logits, zero_ignored_targets
+from jaxscale.layers.traced_device import note_selection
 from jaxscale.sharding.place import MeshAndRules, constrain, current, reopened_layout
 from jaxscale.typing import Array, Float, Int
 from pallas_kernels.cross_entropy import chunked, reference
@@ -112,7 +112,7 @@ def cross_entropy(
     elif implementation == "chunked":
         chunk = min(chunk or CHUNK, hidden.shape[1])
     terms = Terms(vocab, soft_cap, z_loss)
-    can_gather = gathers_labels() and not axes_by_dim(head.shape, "vocab", None)[0]
+    can_gather = gathers_label_logits() and not axes_by_dim(head.shape, "vocab", None)[0]
     targets, weights = zero_ignored_targets(targets, vocab, weights)
     weight_sum = jnp.sum(weights)
     hidden = constrain(hidden, "batch", "inner_seq", "embed")

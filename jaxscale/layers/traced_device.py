@@ -23,15 +23,6 @@ def traced_device() -> tuple[str, str]:
     return device.platform, device.device_kind
 
 
-def gathers_labels() -> bool:
-    """Return whether a loss gathers the logits of its labels, or else sums over all words.
-
-    A CPU gathers faster. On a TPU, a gather stores all log-probabilities, and its gradient is a scatter that stores
-    them again where XLA does not turn it into a comparison, as in the branches of a pipeline.
-    """
-    return traced_device()[0] != "tpu"
-
-
 def note_selection(kernel: str, implementation: str, reason: str | None = None) -> None:
     """Note the implementation that is about to run, if the dispatch of `pallas_kernels` did not select it.
 

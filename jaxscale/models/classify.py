@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from jaxscale.blocks import Context, Loss
 from jaxscale.errors import UserError
-from jaxscale.layers.targets import is_class
-from jaxscale.layers.traced_device import gathers_labels
+from jaxscale.layers.targets import gathers_label_logits, is_class
 from jaxscale.models.field_checks import check_batch
 from jaxscale.typing import Array, Batch, Float, Integer, Shaped
 from pallas_kernels.cross_entropy.reference import values_at
@@ -39,7 +38,7 @@ def cross_entropy(
         [40.0]
     """
     log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
-    losses = -values_at(log_p, labels, gather=gathers_labels())
+    losses = -values_at(log_p, labels, gather=gathers_label_logits())
     if smoothing > 0.0:
         losses = (1.0 - smoothing) * losses - smoothing * log_p.mean(-1)
     return jnp.where(is_class(labels, logits.shape[-1]), losses, 0.0)

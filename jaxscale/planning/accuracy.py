@@ -9,9 +9,11 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
+from typing import Literal
 
+from jaxscale.optim.optimizer import Optimizer
 from jaxscale.platforms.platform import Chip
-from jaxscale.recipe.plan import Plan
+from jaxscale.recipe.plan import Plan, StatePlan
 
 FILE = Path(__file__).with_name("accuracy.json")
 """File with the errors and factors, by kind of platform."""
@@ -20,17 +22,20 @@ MARGIN = 0.15
 """Least difference between estimate and memory limit that decides whether a step fits, as a share of the limit."""
 
 NARROW_MARGIN = 0.1
-"""Margin that replaces `MARGIN` for the steps whose recorded errors are smallest: on `NARROW_CHIPS`, in bfloat16, with
-blocks in a loop, and with no setting beyond those that the recorded steps vary."""
+"""Margin of usual steps (`is_usual`): none of those that were drawn and compiled to judge it was off by more
+(`experiments/benchmarks/fit_cases.py`, design "unseen usual")."""
 
-NARROW_CHIPS = ("v5e", "v5p", "v6e")
-"""Names of the chips on which a step may have the margin `NARROW_MARGIN`."""
+USUAL_CHIPS = ("v5e", "v5p", "v6e")
+"""Names of the chips of usual steps."""
 
-VARIED_SETTINGS = ("mesh", "zero", "microbatches", "memory", "state")
-"""Settings of a plan that the recorded steps in bfloat16 vary."""
+USUAL_AXES = ("data", "fsdp", "tensor", "sequence")
+"""Mesh axes of usual steps."""
 
-VARIED_RULES = ("none", "full", "dots", "save")
-"""Memory rules of these steps."""
+USUAL_RULES = ("none", "full", "dots", "save")
+"""Memory rules of usual steps."""
+
+USUAL_STATES = (StatePlan(), StatePlan(moments="int8"), StatePlan(master="split"))
+"""Number formats of the state of usual steps."""
 
 NEARER_MARGIN = 0.12
 """Margin that replaces `MARGIN` if the piece of the step that needs the most memory was compiled."""
@@ -108,23 +113,60 @@ def recorded_accuracy(kind: str, *, is_compiled: bool = False) -> Accuracy | Non
     return None if fields is None else Accuracy(**fields, is_compiled=is_compiled)
 
 
-def held_out_accuracy(kind: str, *, is_pipelined: bool = False) -> Accuracy | None:
+def held_out_accuracy(kind: str, step_kind: Literal["any", "usual", "pipelined"] = "any") -> Accuracy | None:
     """Return the recorded errors on held-out cases, without compiled pieces; `None` if none are recorded.
 
     Args:
         kind: "tpu", "gpu" or "cpu".
-        is_pipelined: whether the steps are pipelined.
+        step_kind: "usual" for usual steps (`is_usual`), "pipelined" for pipelined steps, "any" for all others.
     """
-    fields = _recorded_sections().get("held out, pipelined" if is_pipelined else "held out", {}).get(kind)
-    return None if fields is None else Accuracy(**fields, is_pipelined=is_pipelined, is_held_out=True)
+    section_name = "held out" if step_kind == "any" else f"held out, {step_kind}"
+    fields = _recorded_sections().get(section_name, {}).get(kind)
+    return None if fields is None else Accuracy(**fields, is_pipelined=step_kind == "pipelined", is_held_out=True)
+
+
+def is_usual(chip: Chip, plan: Plan, optimizer: Optimizer, *, has_looped_blocks: bool = True) -> bool:
+    """Return whether a step is of the kind whose recorded errors are smallest.
+
+    Such a step runs on a TPU v5e, v5p or v6e, computes in bfloat16, has its blocks in a loop and AdamW as optimizer.
+    Its plan differs from the default only as those of recorded steps do: in mesh, ZeRO stage, microbatches, memory rule
+    and state.
+
+    Args:
+        chip: chip that the step would run on.
+        plan: plan of the step.
+        optimizer: optimizer of the step.
+        has_looped_blocks: whether the model's blocks run in a loop.
+
+    Example:
+        >>> from jaxscale.platforms.platform import Platform
+        >>> v6e, plan = Platform.parse("tpu v6e:2x2").chip, Plan(precision="bfloat16", zero=3)
+        >>> is_usual(v6e, plan, Optimizer()), is_usual(v6e, plan, Optimizer("muon"))
+        (True, False)
+    """
+    usual_plan = Plan(precision="bfloat16")
+    varied_names = ("mesh", "zero", "microbatches", "memory", "state")
+    has_usual_plan = (
+        all(
+            getattr(plan, field.name) == getattr(usual_plan, field.name)
+            for field in dataclasses.fields(Plan)
+            if field.name not in varied_names
+        )
+        and plan.memory.rule in USUAL_RULES
+        and plan.memory.objective == usual_plan.memory.objective
+        and plan.state in USUAL_STATES
+        and (plan.mesh is None or all(size == 1 or axis in USUAL_AXES for axis, size in plan.mesh.sizes.items()))
+    )
+    has_usual_optimizer = optimizer.name == "adamw" and optimizer.ema is None and not optimizer.groups
+    return chip.name in USUAL_CHIPS and has_looped_blocks and has_usual_plan and has_usual_optimizer
 
 
 def margin(
-    chip: Chip,
-    plan: Plan,
+    kind: str,
     *,
-    has_looped_blocks: bool = True,
+    is_usual_step: bool = False,
     is_compiled: bool = False,
+    is_pipelined: bool = False,
     is_partly_trained: bool = False,
 ) -> float:
     """Return the least difference between estimate and memory limit that decides whether a step fits.
@@ -132,30 +174,17 @@ def margin(
     The difference is a share of the limit.
 
     Args:
-        chip: chip that the step would run on.
-        plan: plan of the step.
-        has_looped_blocks: whether the model's blocks run in a loop.
+        kind: "tpu", "gpu" or "cpu".
+        is_usual_step: whether the step is of the kind whose recorded errors are smallest (`is_usual`).
         is_compiled: whether the piece that needs the most memory was compiled.
+        is_pipelined: whether the step is pipelined.
         is_partly_trained: whether some parameters are not trained.
-
-    Example:
-        >>> from jaxscale.platforms.platform import Platform
-        >>> v6e, h100 = (Platform.parse(text).chip for text in ("tpu v6e:2x2", "gpu h100"))
-        >>> margin(v6e, Plan(precision="bfloat16")), margin(v6e, Plan()), margin(h100, Plan(precision="bfloat16"))
-        (0.1, 0.15, 0.15)
     """
     if is_partly_trained and not is_compiled:
         return UNKNOWN_MARGIN
-    is_pipelined = plan.pipeline is not None
-    recorded_errors = held_out_accuracy(chip.kind, is_pipelined=True) if is_pipelined else None
+    recorded_errors = held_out_accuracy(kind, "pipelined") if is_pipelined else None
     if is_pipelined and (recorded_errors is None or recorded_errors.programs < LEAST_PROGRAMS):
         return UNKNOWN_MARGIN
-    if chip.name in NARROW_CHIPS and has_looped_blocks and _has_recorded_settings(plan):
-        return NARROW_MARGIN
-    return NEARER_MARGIN if is_compiled else MARGIN
-
-
-def _has_recorded_settings(plan: Plan) -> bool:
-    """Return whether a plan computes in bfloat16 and differs from the default only as the recorded steps do."""
-    varied_values = {name: getattr(plan, name) for name in VARIED_SETTINGS}
-    return plan == Plan(precision="bfloat16", **varied_values) and plan.memory.rule in VARIED_RULES
+    if is_compiled:
+        return NEARER_MARGIN
+    return NARROW_MARGIN if is_usual_step else MARGIN

@@ -59,8 +59,8 @@ class Estimate:
             one replica.
         kernels: the implementation of each kernel in the traced program.
         is_partly_trained: whether some parameters are not trained; no errors are recorded for such estimates.
-        margin: least difference between these bytes and a memory limit that decides whether the step fits, as a share
-            of the limit.
+        is_usual: whether the step is of the kind whose recorded errors are smallest.
+        chip_kind: kind of the platform's chips: "tpu", "gpu" or "cpu".
     """
 
     plan: Plan
@@ -75,7 +75,29 @@ class Estimate:
     slow_axis_traffic: Traffic | None = None
     kernels: tuple[KernelChoice, ...] = ()
     is_partly_trained: bool = False
-    margin: float = accuracy.MARGIN
+    is_usual: bool = False
+    chip_kind: str = "cpu"
+
+    @property
+    def margin(self) -> float:
+        """The least difference between estimate and limit that decides whether a step fits, as a share of the limit."""
+        return accuracy.margin(
+            self.chip_kind,
+            is_usual_step=self.is_usual,
+            is_compiled=bool(self.compiled_piece_names),
+            is_pipelined=self.plan.pipeline is not None,
+            is_partly_trained=self.is_partly_trained,
+        )
+
+    @property
+    def known_accuracy(self) -> accuracy.Accuracy | None:
+        """The recorded errors of estimates of the same kind as this one; `None` if none are recorded."""
+        if self.is_partly_trained:
+            return None
+        if self.compiled_piece_names:
+            return accuracy.recorded_accuracy(self.chip_kind, is_compiled=True)
+        step_kind = "pipelined" if self.plan.pipeline is not None else "usual" if self.is_usual else "any"
+        return accuracy.held_out_accuracy(self.chip_kind, step_kind)
 
     @property
     def device_bytes(self) -> int:
@@ -188,13 +210,8 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
     if platform.chip.kind != "cpu":
         # a checkpoint is copied to the host and written in the background
         host_bytes_by_kind["checkpoint"] = sum(item.bytes for item in device_items + host_items if item.kind != "batch")
-    is_partly_trained = step.experiment.train is not None
-    margin = accuracy.margin(
-        platform.chip,
-        step.plan,
-        has_looped_blocks=bool(bytes_by_piece),
-        is_compiled=bool(compiled_piece_names),
-        is_partly_trained=is_partly_trained,
+    is_usual = accuracy.is_usual(
+        platform.chip, step.plan, step.experiment.optimizer, has_looped_blocks=bool(bytes_by_piece)
     )
     return Estimate(
         plan=step.plan,
@@ -208,8 +225,9 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
         state_bytes_per_parameter=tree_bytes(step.layout.abstract.optimizer) / step.parameters,
         slow_axis_traffic=slow_axis_traffic(step, platform),
         kernels=step.kernels,
-        is_partly_trained=is_partly_trained,
-        margin=margin,
+        is_partly_trained=step.experiment.train is not None,
+        is_usual=is_usual and platform.slices == 1,
+        chip_kind=platform.chip.kind,
     )
 
 

@@ -48,12 +48,14 @@ class PlanChange:
         saved_bytes: bytes of device memory per device that the change saves.
         needed_bytes: bytes of device memory per device that the step needs with the change.
         fits: whether the step fits device and host with the change, by estimate.
+        margin: least difference between these bytes and a limit that decides whether the step fits, as a share.
     """
 
     flags: str
     saved_bytes: int
     needed_bytes: int
     fits: bool
+    margin: float = accuracy.MARGIN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +167,7 @@ class Fit:
         change = next((change for change in self.changes if change.fits), None)
         if self.fits or change is None or self.limit is None:
             return ""
-        narrowly_text = ", narrowly" if change.needed_bytes > (1 - self.margin) * self.limit else ""
+        narrowly_text = ", narrowly" if change.needed_bytes > (1 - change.margin) * self.limit else ""
         needed_text = size(change.needed_bytes)
         return f"it fits with {change.flags}{narrowly_text}: {needed_text} by estimate; --verify asks the compiler"
 
@@ -197,8 +199,8 @@ class Fit:
                 "no errors are recorded for estimates of steps that train only some parameters; --verify asks the "
                 "compiler"
             )
-        elif (known_accuracy := self._known_accuracy()) is not None:
-            lines.append(str(known_accuracy))
+        elif self.estimate.known_accuracy is not None:
+            lines.append(str(self.estimate.known_accuracy))
         lines.append(f"optimizer state: {self.estimate.state_bytes_per_parameter:.3g} bytes a parameter")
         lines += self._traffic_lines()
         if self.changes:
@@ -221,13 +223,6 @@ class Fit:
             bytes_text = ", ".join(f"{axes} {size(sent_bytes)}" for axes, sent_bytes in bytes_by_axes.items())
             lines.append(f"on the wire, according to the compiler, per device and step: {bytes_text}")
         return lines
-
-    def _known_accuracy(self) -> accuracy.Accuracy | None:
-        """Return the recorded errors of estimates of the same kind as this one; `None` if none are recorded."""
-        is_compiled, is_pipelined = bool(self.estimate.compiled_piece_names), self.estimate.plan.pipeline is not None
-        if is_compiled:
-            return accuracy.recorded_accuracy(self.platform.chip.kind, is_compiled=True)
-        return accuracy.held_out_accuracy(self.platform.chip.kind, is_pipelined=is_pipelined)
 
     def svg(self) -> str:
         """Return an SVG image of the estimated live bytes through a step, by kind of tensor, and the limit."""
@@ -360,7 +355,8 @@ def helpful_changes(experiment: Experiment, platform: Platform, step_fit: Fit) -
             return None
         flags = " ".join(f"--plan.{field} {text}" for field, text in text_by_field.items())
         fits = dataclasses.replace(step_fit, estimate=new_estimate, report=None).fits
-        return PlanChange(flags, old_bytes - new_estimate.device_bytes, new_estimate.device_bytes, fits)
+        new_bytes = new_estimate.device_bytes
+        return PlanChange(flags, old_bytes - new_bytes, new_bytes, fits, new_estimate.margin)
 
     changes_and_texts: list[tuple[PlanChange, dict[str, str]]] = []  # change, new texts by field of the plan
     for text_by_field in _candidate_changes(experiment, old_estimate):

@@ -108,9 +108,9 @@ def values_at(x: Any, indices: Any, first_index: Any = 0, *, gather: bool = Fals
         x: values (..., V).
         indices: one index per row (...), integers.
         first_index: index of the first of the V elements.
-        gather: whether to gather the elements, which requires that x holds all elements, and takes the nearest one for
-            an index beyond them. By default, the other elements are set to 0, and each row is summed: the gradient is
-            then an expression of the indices, which needs no array of its own.
+        gather: whether to gather the elements. Then x must hold all elements, and an index that is not one of them
+            gives any element. By default, the other elements are set to 0, and each row is summed: the gradient is then
+            an expression of the indices, which needs no array of its own.
 
     Example:
         >>> values_at(jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([1, 0])).tolist()

@@ -99,7 +99,7 @@ def test_the_sum_over_words_of_a_tpu_gives_what_a_gather_gives(chunk, monkeypatc
     hidden, head, targets, weights = _draw()
     arguments = (hidden, head, targets.at[0, 3].set(-100).at[1, 2].set(VOCAB), weights)  # both targets do not count
     gathered = _gradients(arguments, chunk=chunk, **SETTINGS["cap"])
-    monkeypatch.setattr("jaxscale.layers.loss.gathers_labels", lambda: False)
+    monkeypatch.setattr("jaxscale.layers.loss.gathers_label_logits", lambda: False)
     summed = _gradients(arguments, chunk=chunk, **SETTINGS["cap"])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), summed, gathered)
 
