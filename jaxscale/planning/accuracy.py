@@ -40,6 +40,9 @@ USUAL_STATES = (StatePlan(), StatePlan(moments="int8"), StatePlan(master="split"
 NEARER_MARGIN = 0.12
 """Margin that replaces `MARGIN` if the piece of the step that needs the most memory was compiled."""
 
+PIPELINED_MARGIN = 0.2
+"""Margin of a pipelined step on a TPU."""
+
 UNKNOWN_MARGIN = 0.3
 """Margin of a step for which no errors are recorded: a partly trained step, or a pipelined step on a platform with
 fewer than `LEAST_PROGRAMS` records."""
@@ -185,6 +188,8 @@ def margin(
     recorded_errors = held_out_accuracy(kind, "pipelined") if is_pipelined else None
     if is_pipelined and (recorded_errors is None or recorded_errors.programs < LEAST_PROGRAMS):
         return UNKNOWN_MARGIN
+    if is_pipelined and kind == "tpu" and not is_compiled:
+        return PIPELINED_MARGIN
     if is_compiled:
         return NEARER_MARGIN
     return NARROW_MARGIN if is_usual_step else MARGIN

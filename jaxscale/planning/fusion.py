@@ -15,7 +15,7 @@ from typing import Literal
 
 from jaxscale.programs import regions, tiles
 from jaxscale.programs.elementwise import ELEMENTWISE
-from jaxscale.programs.flat import VIEWS, FlatProgram, Operation, carries, loop_parts
+from jaxscale.programs.flat import PIPE, VIEWS, FlatProgram, Operation, carries, loop_parts
 from jaxscale.programs.placements import Placements
 from jaxscale.programs.rounded import is_rounded
 
@@ -61,8 +61,8 @@ class Compiler:
         adds_in_place: whether a matrix product is accumulated in the array of another product, if an addition of the
             two is its only use. On TPU and GPU, this applies to the products of LoRA's adapters.
         stores_split_operands: whether an expression of a two-byte type is stored if several matrix products read it and
-            its elements are split over the tensor axis, such as the gradient of the logits. TPU 7x does so; this was
-            inferred from two compiled steps.
+            its elements are split over the tensor axis or the step is pipelined, such as the gradient of the logits.
+            TPU 7x does so; this was inferred from two compiled steps with a tensor axis and one with a pipeline.
         stores_gathered_expressions: whether an expression from which a gather picks elements is stored. XLA does so for
             v5e, which has no sparse cores that could gather; this was inferred from one compiled step.
     """
@@ -324,11 +324,14 @@ class Arrays:
         return is_computed and is_gathered and self.program.avals[value].size >= tiles.SMALL_COUNT
 
     def _is_split_operand(self, value: int, product_indices: Iterable[int]) -> bool:
-        """Return whether several products read a value of a two-byte type whose elements are split over tensor."""
+        """Return whether several products read a value of a two-byte type that is split over tensor, or pipelined."""
         if not self.compiler.stores_split_operands or len(set(product_indices)) < 2:
             return False
         is_split = any("tensor" in axes for axes in self.placements.by_value[value])
-        return is_split and self.placements.axis_sizes["tensor"] > 1 and self.program.avals[value].dtype.itemsize == 2
+        is_split = is_split and self.placements.axis_sizes["tensor"] > 1
+        producer = self._producer_by_value.get(value)
+        is_pipelined = producer is not None and PIPE in producer.manual_axes and value not in self._literals
+        return (is_split or is_pipelined) and self.program.avals[value].dtype.itemsize == 2
 
     def _is_convolved_sum(self, value: int, product_indices: Iterable[int]) -> bool:
         """Return whether a convolution reads a sum of several arrays of the same shape, such as a residual stream."""

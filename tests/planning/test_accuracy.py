@@ -27,7 +27,7 @@ def test_the_recorded_estimates(kind, compiled, median, worst):
         ("tpu", "any", accuracy.MARGIN),
         ("gpu", "any", accuracy.MARGIN),
         ("tpu", "usual", accuracy.NARROW_MARGIN),
-        ("tpu", "pipelined", accuracy.MARGIN),
+        ("tpu", "pipelined", accuracy.PIPELINED_MARGIN),
         ("gpu", "pipelined", accuracy.MARGIN),
     ],
 )
@@ -79,4 +79,5 @@ def test_each_kind_of_step_has_its_margin():
     assert accuracy.margin("tpu", is_usual_step=True) == accuracy.NARROW_MARGIN
     assert accuracy.margin("tpu", is_usual_step=True, is_compiled=True) == accuracy.NEARER_MARGIN
     assert accuracy.margin("tpu", is_usual_step=True, is_partly_trained=True) == accuracy.UNKNOWN_MARGIN
-    assert accuracy.margin("tpu", is_pipelined=True) == accuracy.MARGIN
+    assert accuracy.margin("tpu", is_pipelined=True) == accuracy.PIPELINED_MARGIN
+    assert accuracy.margin("gpu", is_pipelined=True) == accuracy.MARGIN
