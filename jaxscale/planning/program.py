@@ -18,7 +18,7 @@ from jaxscale.programs.looped import with_looped_copies
 from jaxscale.programs.placements import Placements, place
 from jaxscale.programs.repeated import with_repeated_scores
 from jaxscale.programs.retiled import with_retiled_weights
-from jaxscale.programs.rounded import with_rounded_copies
+from jaxscale.programs.rounded import with_entered_copies, with_rounded_copies
 from jaxscale.programs.tiles import prescribed_tiles
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
@@ -93,9 +93,9 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
         program = with_late_gradients(program, in_layers=True)
     elif platform.chip.kind == "tpu":
         if step.plan.zero in (1, 2):
-            program = with_looped_copies(program)
+            program = with_entered_copies(with_looped_copies(program))
         elif step.plan.zero == 0:
-            program = with_rounded_copies(program)
+            program = with_entered_copies(with_rounded_copies(program), "bfloat16")
         program = with_retiled_weights(program) if platform.chip.name == "7x" else program
         program = with_repeated_scores(program) if platform.chip.name == "v6e" else program
         if _has_ring_gradients(step, platform):

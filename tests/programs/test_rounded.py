@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxscale.planning.fusion import Arrays, Compiler
 from jaxscale.programs.flat import flatten
 from jaxscale.programs.placements import place
-from jaxscale.programs.rounded import is_rounded, with_rounded_copies
+from jaxscale.programs.rounded import is_rounded, with_entered_copies, with_rounded_copies
 
 X = jnp.zeros((32, 32))
 KB = 32 * 32 * 4
@@ -75,3 +76,23 @@ def test_a_loop_over_microbatches_reads_large_weights_in_bfloat16(size, copies):
         assert changed.avals[copy.outputs[0]].dtype == jnp.bfloat16
         assert copy.outputs[0] in changed.operations[kinds.index("scan")].inputs
         assert program.inputs[0] in changed.operations[kinds.index("sub")].inputs
+
+
+@pytest.mark.parametrize(("dtype", "bytes_per_element"), [("bfloat16", 2), (None, 6)])
+def test_the_ticks_of_a_pipeline_read_copies_of_weights_that_only_products_read(dtype, bytes_per_element):
+    def body(x, weights, table):
+        def tick(x, turn):
+            branches = [lambda x: x, lambda x: x @ weights[0] + table]
+            return jax.lax.switch(turn % 2, branches, x), None
+
+        return jax.lax.scan(tick, x, jnp.arange(4))[0]
+
+    mesh = AbstractMesh((2,), ("pipe",), axis_types=(AxisType.Auto,))
+    specs, out_specs = (PartitionSpec(), PartitionSpec("pipe"), PartitionSpec()), PartitionSpec()
+    run = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out_specs, axis_names={"pipe"}, check_vma=False)
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 256), (2, 256, 256), (256, 256))]
+    program = with_entered_copies(flat(run, *arguments), dtype)
+    copies = [operation.outputs[0] for operation in program.operations if operation.kind == "retile"]
+    assert len(copies) == 1  # the table is added, not multiplied
+    arrays = Arrays(program, place(program, [], {"pipe": 2}), Compiler("all", rounds_operands=True))
+    assert arrays.array_bytes[copies[0]] == 256 * 256 * bytes_per_element
