@@ -15,8 +15,8 @@ branches carries its pool of 3 messages in fast memory, and moves it out and in 
 For H100, likewise: 1F1B 296 and 816 at every m, lock-step 376 and 392, GPipe 296 and 520 (input) and 808 and 5,288
 (residuals), both growing by slots x bytes to 0.01 %. The usual way 2,044, 6,348 and 1,532: 0.40, 0.13 and 0.19 of it.
 No pool is copied. The CUDA compiler of JAX 0.10.2 copies, in each branch of 1F1B that keeps residuals, their seven
-pools; with the option that `build` sets for pipelined steps since 2026-11-30, @@COPIES@@. Zeros written into the slot
-that was read, and a barrier between the reading and the pool that is handed on, change nothing.
+pools; with the option that `build` sets for pipelined steps, 7 of these 28 copies remain (2026-11-30). Zeros written
+into the slot that was read, and a barrier between the reading and the pool that is handed on, change nothing.
 """
 
 import argparse
