@@ -18,7 +18,8 @@ newest  24 more steps, compiled after rules had been read off two steps of "late
         "later", and 9 of a fourth seed.
 unseen  24 steps of a fifth seed, compiled after rules had been read off "newest".
 pipelined         pipelined steps, by nine schedules.
-unseen pipelined  the same with another seed, compiled after rules had been read off "pipelined".
+later pipelined   the same with another seed, compiled after a rule had been read off "pipelined".
+unseen pipelined  the same with a third seed, compiled after two more rules.
 unseen usual      steps on v5e, v5p and v6e in bfloat16 with another seed, for the margin that `fit` states for them.
 
 If a rule is read off a case of a held-out design after all, its row holds the error of before (`error_before`), and
@@ -206,7 +207,8 @@ DESIGNS = {
     "newest": Design(SIZED_FACTORS, 2029, 24),
     "unseen": Design(SIZED_FACTORS, 2030, 24),
     "pipelined": Design(PIPELINED_FACTORS, 2031, 24),
-    "unseen pipelined": Design(PIPELINED_FACTORS, 2032, 24),
+    "later pipelined": Design(PIPELINED_FACTORS, 2032, 24),
+    "unseen pipelined": Design(PIPELINED_FACTORS, 2034, 12),
     "unseen usual": Design(USUAL_FACTORS, 2033, 16),
 }
 HELD_OUT = {
