@@ -35,7 +35,7 @@ def test_errors_on_cases_that_nothing_was_fitted_on_are_within_the_margin(kind, 
     held_out = accuracy.held_out_accuracy(kind, step_kind)
     assert held_out is not None
     assert held_out.programs >= accuracy.LEAST_PROGRAMS
-    assert held_out.median <= 0.07
+    assert held_out.median <= 0.1
     assert held_out.worst <= margin
     assert "train steps that nothing was fitted on were off by" in str(held_out)
 
