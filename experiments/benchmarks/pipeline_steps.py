@@ -4,8 +4,11 @@
     python experiments/benchmarks/pipeline_steps.py --tiny   # one schedule of a small model, two steps
 
 In each tick of a pipelined step, a device takes one branch, which writes into the activations that wait for their
-backward pass. By default, XLA for CPUs and GPUs copies all of these activations in every tick; with an option that
-`build` sets (`IN_PLACE_BRANCHES`), it does not. Steps of both programs run in turns.
+backward pass. By default, XLA for CPUs copies all of these activations in every tick; with an option that `build` sets
+(`IN_PLACE_BRANCHES`), it does not. Steps of both programs run in turns.
+
+Two cores of an AMD EPYC, JAX 0.10.2, 2026-11-30, two and a half minutes: with the copies, steps take 1.21 (1f1b) to 2.04
+times as long (zb-v), 1.30 to 2.20 times the processor seconds and 1.47 to 1.77 times the temporaries.
 """
 
 import argparse
