@@ -7,8 +7,8 @@ In each tick of a pipelined step, a device takes one branch, which writes into t
 backward pass. By default, XLA for CPUs copies all of these activations in every tick; with an option that `build` sets
 (`IN_PLACE_BRANCHES`), it does not. Steps of both programs run in turns.
 
-Two cores of an AMD EPYC, JAX 0.10.2, 2026-11-30, two and a half minutes: with the copies, steps take 1.21 (1f1b) to 2.04
-times as long (zb-v), 1.30 to 2.20 times the processor seconds and 1.47 to 1.77 times the temporaries.
+Two cores of an AMD EPYC, JAX 0.10.2, 2026-11-30, two and a half minutes: with the copies, steps take 1.21 (1f1b) to
+2.04 times as long (zb-v), 1.30 to 2.20 times the processor seconds and 1.47 to 1.77 times the temporaries.
 """
 
 import argparse
