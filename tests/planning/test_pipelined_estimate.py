@@ -146,6 +146,7 @@ def test_seconds_and_margin(piped):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:jax.nn.one_hot input should be integer-typed:DeprecationWarning")  # the experts'
 def test_recorded_programs():
     errors = []
     for row in map(json.loads, (BENCHMARKS / "fit_cases.jsonl").read_text().splitlines()):
