@@ -53,7 +53,7 @@ class Experts(nnx.Module):
         chosen = jax.nn.one_hot(chosen, experts, dtype=jnp.float32)
         place = jnp.cumsum(chosen.sum(2), axis=1)[:, :, None, :] - 1  # of the token in its expert's row of places
         place = jnp.einsum("btke,btoe->btk", chosen, place)
-        slots = jax.nn.one_hot(place, capacity, dtype=x.dtype)
+        slots = jax.nn.one_hot(place.astype(jnp.int32), capacity, dtype=x.dtype)
         chosen = chosen.astype(x.dtype)
         dispatch = jnp.einsum("btke,btkc->btec", chosen, slots)
         combine = jnp.einsum("btk,btke,btkc->btec", weights.astype(x.dtype), chosen, slots)

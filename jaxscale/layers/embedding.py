@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxscale.layers.linear import Initializer
 from jaxscale.sharding import place
 from jaxscale.sharding.partition import axes_of
-from jaxscale.typing import Array, Float, Int
+from jaxscale.typing import Array, Float, Integer
 
 
 def _look_up(table: Any, indices: Any) -> Any:
@@ -24,6 +24,7 @@ def _look_up(table: Any, indices: Any) -> Any:
     the mesh are manual, the axes that shard the indices become manual too. Without that, XLA would abort on the look-up
     if the table were sharded over one axis and the indices over another (JAX 0.10 and 0.12).
     """
+    indices = indices.astype(jnp.int32)  # XLA aborts on indices of 8 bits into a sharded table (JAX 0.10)
     layout = place.current()
     mesh, rules = layout or (None, None)
     if rules is None or not getattr(mesh, "manual_axes", ()):
@@ -95,7 +96,7 @@ class Embedding(nnx.Module):
             jnp.pad(token_rows, ((0, -vocab % vocab_multiple), (0, 0))), out_sharding=("vocab", "embed")
         )
 
-    def lookup(self, tokens: Int[Array, "*B"], dtype: Any = None) -> Float[Array, "*B D"]:
+    def lookup(self, tokens: Integer[Array, "*B"], dtype: Any = None) -> Float[Array, "*B D"]:
         """Return the rows of `tokens`, in `dtype` (by default the table's type); gradients are summed in float32."""
         rows = _look_up(self.weight[...], tokens)
         return rows if dtype is None else rows.astype(dtype)
@@ -120,7 +121,7 @@ class PositionTable(nnx.Module):
         init = nnx.initializers.normal(0.02) if init is None else init
         self.weight = nnx.Param(init(rngs.params(), (length, size), jnp.float32), out_sharding=("position", "embed"))
 
-    def lookup(self, positions: Int[Array, "*B"], dtype: Any = None) -> Float[Array, "*B D"]:
+    def lookup(self, positions: Integer[Array, "*B"], dtype: Any = None) -> Float[Array, "*B D"]:
         """Return the rows of `positions`, in `dtype` (by default the table's type)."""
         rows = _look_up(self.weight[...], positions)
         return rows if dtype is None else rows.astype(dtype)

@@ -20,7 +20,7 @@ from jaxscale.layers.shards import axes_by_dim, shard_count
 from jaxscale.layers.targets import gathers_label_logits, zero_ignored_targets
 from jaxscale.layers.traced_device import note_selection
 from jaxscale.sharding.place import MeshAndRules, constrain, current, reopened_layout
-from jaxscale.typing import Array, Float, Int
+from jaxscale.typing import Array, Float, Integer
 from pallas_kernels.cross_entropy import chunked, reference
 from pallas_kernels.cross_entropy.chunked import Chunking
 from pallas_kernels.cross_entropy.reference import Terms
@@ -64,7 +64,7 @@ def _product(hidden: Any, head: Any) -> Any:
 def cross_entropy(
     hidden: Float[Array, "B T D"],
     head: Float[Array, "V D"],
-    targets: Int[Array, "B T"],
+    targets: Integer[Array, "B T"],
     weights: Float[Array, "B T"] | None = None,
     *,
     vocab: int,

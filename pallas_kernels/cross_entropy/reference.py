@@ -116,10 +116,11 @@ def values_at(x: Any, indices: Any, first_index: Any = 0, *, gather: bool = Fals
         >>> values_at(jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([1, 0])).tolist()
         [2.0, 3.0]
     """
+    indices = indices.astype(jnp.int32)[..., None]  # 8 bits may not hold all V indices
     if gather:
-        return jnp.take_along_axis(x, indices[..., None], -1, mode="clip")[..., 0]
+        return jnp.take_along_axis(x, indices, -1, mode="clip")[..., 0]
     held_indices = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) + first_index
-    return jnp.sum(jnp.where(held_indices == indices.astype(jnp.int32)[..., None], x, 0.0), -1)
+    return jnp.sum(jnp.where(held_indices == indices, x, 0.0), -1)
 
 
 def loss(x: Any, head: Any, labels: Any, weights: Any, terms: Terms) -> tuple[Any, Any]:

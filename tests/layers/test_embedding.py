@@ -44,3 +44,13 @@ def test_gradients_of_a_bfloat16_table_add_up_in_float32():
     gradient = jax.grad(total)(embedding.weight[...].astype(jnp.bfloat16))
     assert gradient.dtype == jnp.bfloat16
     np.testing.assert_array_equal(gradient.astype(jnp.float32), [[4096.0, 4096.0]] + [[0.0, 0.0]] * 3)
+
+
+def test_tokens_of_8_bits_are_looked_up_in_a_sharded_table():
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    embedding = Embedding(300, 8, rngs=nnx.Rngs(0))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("tensor"))
+    embedding.weight[...] = jax.device_put(embedding.weight[...], sharding)
+    tokens = jnp.array([[0, 200, 255]])
+    look_up = jax.jit(lambda tokens: embedding.lookup(tokens))
+    np.testing.assert_array_equal(look_up(tokens.astype(jnp.uint8)), look_up(tokens))

@@ -103,8 +103,8 @@ def choose_batch(
         >>> forbidden = ("pipeline", "offload", "tensor", "sequence", "microbatches", "memory")
         >>> experiment = Experiment("tiny", model, Text("text.txt"))
         >>> comparison = choose_batch(experiment, "gpu h100", limit="16MiB", forbidden=forbidden)
-        >>> comparison.best.fits, comparison.best.rows >= 4
-        (True, True)
+        >>> comparison.best.fits, comparison.best.rows, [choice.rows for choice in comparison.choices]
+        (True, 8, [1, 2, 4, 8, 16])
     """
     check_verify(verify)
     search = search_for(
