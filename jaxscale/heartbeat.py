@@ -57,6 +57,7 @@ RunPhase = Literal[
     "restoring",
     "compiling",
     "stepping",
+    "logging",
     "data",
     "evaluating",
     "saving",

@@ -338,7 +338,7 @@ def main() -> None:
     holds = show(figures, "Estimates of train steps against their compilers")
     if args.write:
         sections = json.loads(accuracy.FILE.read_text()) if accuracy.FILE.exists() else {}
-        sections["factors"] = {kind: {"packing": value} for kind, value in factor.items()}
+        sections.setdefault("factors", {}).update({kind: {"packing": value} for kind, value in factor.items()})
         for name, column in zip(("accuracy", "compiled"), columns, strict=True):
             errors_by_kind = {
                 kind: [abs(column.off(one)) for one in column.guesses if one.kind == kind] for kind in factor

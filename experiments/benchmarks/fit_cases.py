@@ -2,6 +2,7 @@
 
     python experiments/benchmarks/fit_cases.py             # judge the estimates of what was recorded
     python experiments/benchmarks/fit_cases.py --write     # and write the errors on held-out cases, which fit prints
+    python experiments/benchmarks/fit_cases.py --fit       # fit the packing factor of a chip to its recorded steps
     python experiments/benchmarks/fit_cases.py --record    # compile what is not in fit_cases.jsonl yet
     python experiments/benchmarks/fit_cases.py --tiny      # judge one case of each design
 
@@ -21,9 +22,12 @@ pipelined         pipelined steps, by nine schedules.
 later pipelined   the same with another seed, compiled after a rule had been read off "pipelined".
 unseen pipelined  the same with a third seed, compiled after two more rules.
 unseen usual      steps on v5e, v5p and v6e in bfloat16 with another seed, for the margin that `fit` states for them.
+unseen 7x         the same on 7x, compiled after the packing factor of that chip had been fitted.
+unseen pipelined TPU  pipelined steps on TPU with a fourth seed, compiled after a rule had been read off a step of
+                  "unseen pipelined".
 
 If a rule is read off a case of a held-out design after all, its row holds the error of before (`error_before`), and
-that error counts. `fit` prints the figures of the three unseen designs, on whose cases nothing was fitted.
+that error counts. `fit` prints the figures of the unseen designs, on whose cases nothing was fitted.
 
 Recording needs libtpu and the CUDA plugin (extras aot-tpu and aot-gpu), and about 45 s of one core per case.
 
@@ -50,7 +54,7 @@ from jaxscale.compiler.usable import usable_bytes
 from jaxscale.errors import UserError
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.planning import accuracy
-from jaxscale.planning.estimate import of_step
+from jaxscale.planning.estimate import Estimate, of_step
 from jaxscale.planning.program import described_step, lowered_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.records.source import load_file
@@ -99,6 +103,9 @@ USUAL_FACTORS = SIZED_FACTORS | {
 }
 """The values of each factor of the design "unseen usual": steps for which `fit` states its narrowest margin."""
 
+USUAL_7X_FACTORS = USUAL_FACTORS | {"platform": ("tpu 7x:2x2x1", "tpu 7x:2x2x2")}
+"""The values of each factor of the design "unseen 7x"."""
+
 PIPELINED_FACTORS = {
     "model": ("gpt2_medium", "llama_1b", "llama_3b", "vit_large", "experts_large"),
     "platform": (
@@ -117,6 +124,11 @@ PIPELINED_FACTORS = {
     "batch": ("1", "2"),
 }  # fmt: skip
 """The values of each factor of the pipelined designs; the rest of the mesh is of one stage."""
+
+TPU_PIPELINED_FACTORS = PIPELINED_FACTORS | {
+    "platform": tuple(text for text in PIPELINED_FACTORS["platform"] if text.startswith("tpu"))
+}
+"""The values of each factor of the design "unseen pipelined TPU"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,11 +222,18 @@ DESIGNS = {
     "later pipelined": Design(PIPELINED_FACTORS, 2032, 24),
     "unseen pipelined": Design(PIPELINED_FACTORS, 2034, 12),
     "unseen usual": Design(USUAL_FACTORS, 2033, 16),
+    "unseen 7x": Design(USUAL_7X_FACTORS, 2035, 10),
+    "unseen pipelined TPU": Design(TPU_PIPELINED_FACTORS, 2036, 10),
 }
 HELD_OUT = {
-    "held out": "unseen", "held out, usual": "unseen usual", "held out, pipelined": "unseen pipelined",
-}  # fmt: skip
-"""By section of `accuracy.json`, the design on whose cases nothing was fitted."""
+    "held out": ("unseen",),
+    "held out, usual": ("unseen usual", "unseen 7x"),
+    "held out, pipelined": ("unseen pipelined", "unseen pipelined TPU"),
+}
+"""By section of `accuracy.json`, the designs on whose cases nothing was fitted."""
+PACKED_CHIPS = ("7x",)
+"""Chips with a packing factor of their own, which is fitted to the recorded steps of `PACKED_DESIGNS`."""
+PACKED_DESIGNS = ("sized", "later", "latest", "newest")
 
 
 def designed_cases(design: Design) -> Iterator[Case]:
@@ -268,18 +287,44 @@ def record() -> None:
         print(case.name, report.device_bytes, flush=True)
 
 
-def relative_error(case: Case, device_bytes: int) -> float:
-    """Return by how much the estimate of a case is too high, as a share of the bytes that the compiler reports."""
+def estimate_of(case: Case) -> Estimate:
+    """Return the estimate of a case."""
     experiment, _ = load_file(MODELS, case.model, case.overrides)
     platform = Platform.parse(case.platform)
-    step_estimate = of_step(described_step(experiment, platform), batch_shapes(experiment), platform)
-    return step_estimate.device_bytes / device_bytes - 1
+    return of_step(described_step(experiment, platform), batch_shapes(experiment), platform)
+
+
+def relative_error(case: Case, device_bytes: int) -> float:
+    """Return by how much the estimate of a case is too high, as a share of the bytes that the compiler reports."""
+    return estimate_of(case).device_bytes / device_bytes - 1
+
+
+def packing(case: Case, device_bytes: int) -> float:
+    """Return the compiler's bytes of temporaries, divided by the estimated live bytes at the peak."""
+    step_estimate = estimate_of(case)
+    unpacked_bytes = step_estimate.device_bytes - step_estimate.device_bytes_by_kind.get("packing", 0)
+    return 1 + (device_bytes - unpacked_bytes) / step_estimate.timeline.peak_bytes
+
+
+def fit_packing(rows: dict[Case, dict[str, Any]]) -> None:
+    """Write the median of the packing of each chip that has a factor of its own."""
+    sections = json.loads(accuracy.FILE.read_text())
+    for chip_name in PACKED_CHIPS:
+        packings = [
+            packing(case, row["device"])
+            for case, row in rows.items()
+            if row["design"] in PACKED_DESIGNS and Platform.parse(case.platform).chip.name == chip_name
+        ]
+        sections["factors"][chip_name] = {"packing": round(statistics.median(packings), 3)}
+        print(f"packing on {chip_name}: {sections['factors'][chip_name]['packing']}, {len(packings)} programs")
+    accuracy.FILE.write_text(json.dumps(sections, indent=2) + "\n")
 
 
 def main() -> None:
     """Record, or judge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="compile what was not recorded yet")
+    parser.add_argument("--fit", action="store_true", help="write the packing factors of chips; judge them afterwards")
     parser.add_argument("--write", action="store_true", help="write what fit prints")
     parser.add_argument("--tiny", action="store_true", help="one case of each design")
     args = parser.parse_args()
@@ -287,6 +332,9 @@ def main() -> None:
         record()
         return
     rows = {case: row for case, row in recorded_rows().items() if "device" in row}
+    if args.fit:
+        fit_packing(rows)
+        return
     cases_by_design = {name: [case for case, row in rows.items() if row["design"] == name] for name in DESIGNS}
     error_by_case: dict[Case, float] = {}
     figures = []
@@ -306,16 +354,18 @@ def main() -> None:
             Figure(f"worst under-estimate, {which}", -min([*errors, 0.0]), ""),
             Figure(f"beyond 15 %, {which}", sum(abs(error) > 0.15 for error in errors), "programs", 1),
         ]
-        if which == HELD_OUT["held out, usual"]:
+        if which in HELD_OUT["held out, usual"]:
             beyond_margin = sum(abs(error) > accuracy.NARROW_MARGIN for error in errors)
             figures.append(Figure(f"beyond the margin, {which}", beyond_margin, "programs", 0))
     show(figures, "Estimates of drawn train steps against their compilers")
     if args.write:
         sections = json.loads(accuracy.FILE.read_text())
-        for section, design_name in HELD_OUT.items():
+        for section, design_names in HELD_OUT.items():
             sections[section] = {}
             for kind in ("tpu", "gpu"):
-                held_out_cases = [case for case in cases_by_design[design_name] if case.platform.startswith(kind)]
+                held_out_cases = [
+                    case for name in design_names for case in cases_by_design[name] if case.platform.startswith(kind)
+                ]
                 errors = [abs(error_by_case[case]) for case in held_out_cases]
                 if not errors:
                     continue

@@ -14,8 +14,8 @@ from jaxscale.errors import STUCK
 from jaxscale.heartbeat import Heartbeat, RunPhase
 
 ORDER: tuple[RunPhase, ...] = (
-    "starting", "joining", "preparing", "initializing", "restoring", "data", "compiling", "stepping", "evaluating",
-    "saving", "finished",
+    "starting", "joining", "preparing", "initializing", "restoring", "data", "compiling", "stepping", "logging",
+    "evaluating", "saving", "finished",
 )  # fmt: skip
 """The phases in the order of a step: a process takes a step's data before it waits for that step."""
 PEER_FAILED = "UserError: another process failed"

@@ -33,6 +33,7 @@ TIMEOUTS: Mapping[str, float] = {
     "data": 600,
     "compiling": 7200,
     "stepping": 600,
+    "logging": 600,
     "evaluating": 3600,
     "saving": 3600,
     "finished": 600,

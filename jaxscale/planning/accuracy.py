@@ -53,7 +53,7 @@ LEAST_PROGRAMS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """Factors fitted to compiled programs of one kind of platform.
+    """Factors fitted to compiled programs of one kind of platform, or of one chip.
 
     Args:
         packing: the compiler's bytes of temporaries, divided by the estimated live bytes at the peak.
@@ -100,9 +100,10 @@ def _recorded_sections() -> dict:
     return json.loads(FILE.read_text()) if FILE.exists() else {}
 
 
-def factors(kind: str) -> Factors:
-    """Return the factors of a kind of platform ("tpu", "gpu" or "cpu"). Factors that are not recorded are 1."""
-    return Factors(**_recorded_sections().get("factors", {}).get(kind, {}))
+def factors(chip: Chip) -> Factors:
+    """Return the factors of a chip: those fitted to its own programs, others of its kind. What is not recorded is 1."""
+    recorded_factors = _recorded_sections().get("factors", {})
+    return Factors(**recorded_factors.get(chip.kind, {}) | recorded_factors.get(chip.name, {}))
 
 
 def recorded_accuracy(kind: str, *, is_compiled: bool = False) -> Accuracy | None:

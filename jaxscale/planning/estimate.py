@@ -198,7 +198,7 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
     device_items, host_items = _argument_items(trace, batch)
     device_bytes_by_kind = bytes_by_kind((*device_items, *step_timeline.peak_items))
     compiled_piece_names = tuple(piece.name for piece, byte_count in bytes_by_piece.items() if byte_count is not None)
-    packing_bytes = round(step_timeline.peak_bytes * (accuracy.factors(platform.chip.kind).packing - 1))
+    packing_bytes = round(step_timeline.peak_bytes * (accuracy.factors(platform.chip).packing - 1))
     if packing_bytes and not compiled_piece_names:
         device_bytes_by_kind["packing"] = packing_bytes
     host_bytes_by_kind = bytes_by_kind(host_items)

@@ -141,7 +141,7 @@ def _compiler(platform: Platform, plan: Plan) -> Compiler:
         product_fusion,
         has_scattered_gradients=plan.zero > 1,
         has_whole_gradients=plan.zero == 0,
-        gathered_share=accuracy.factors(platform.chip.kind).gather,
+        gathered_share=accuracy.factors(platform.chip).gather,
         rounds_operands=platform.chip.kind == "tpu",
         adds_in_place=platform.chip.kind != "cpu",
         stores_split_operands=platform.chip.name == "7x",

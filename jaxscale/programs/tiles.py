@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from jaxscale.programs.elementwise import ELEMENTWISE
-from jaxscale.programs.flat import FlatProgram, Operation, loop_parts
+from jaxscale.programs.flat import FlatProgram, Operation, flatten, loop_parts
 
 TileDimPairs = tuple[tuple[int, int], ...]
 """Pairs of dims of which XLA chooses one: the dims along which an array is divided into 8 and into 128 elements."""
@@ -140,8 +140,12 @@ def prescribed_tiles(program: FlatProgram) -> Tiles:
                 rank = len(getattr(program.avals[value], "shape", ()))
                 if rank >= 2:
                     tiles.dim_pairs_by_value[value] = ((rank - 2, rank - 1),)
+        elif operation.kind == "shard_map":
+            _prescribe_outside_region(operation, tiles)
     for index, body_tiles in tiles.loop_tiles.items():
         _prescribe_outside_loop(program.operations[index], body_tiles, tiles)
+    for index, branches_tiles in tiles.branch_tiles.items():
+        _prescribe_outside_branches(program.operations[index], branches_tiles, tiles)
     for operation in program.operations:  # from kernels to the readers of their results
         _prescribe_neighbor(operation, tiles, is_forward=True)
     for operation in reversed(program.operations):  # from kernels to the producers of their operands
@@ -244,8 +248,56 @@ def _prescribe_outside_loop(operation: Operation, body_tiles: Tiles, tiles: Tile
             tiles.dim_pairs_by_value.setdefault(value, shifted_dim_pairs)
 
 
+def _prescribe_outside_region(operation: Operation, tiles: Tiles) -> None:
+    """Give the operands and results of a `shard_map`, such as one around a kernel, the layout that they have inside."""
+    region_tiles = prescribed_tiles(flatten(operation.params["jaxpr"]))
+    region = region_tiles.program
+    value_pairs = (
+        *zip(operation.inputs, region.inputs, strict=True),
+        *zip(operation.outputs, region.outputs, strict=True),
+    )
+    for value, inner_value in value_pairs:
+        tile_dim_pairs = () if inner_value is None else region_tiles.dim_pairs_by_value.get(inner_value, ())
+        if value is not None and len(tile_dim_pairs) == 1:
+            tiles.dim_pairs_by_value.setdefault(value, tile_dim_pairs)
+
+
+def _prescribe_outside_branches(operation: Operation, branches_tiles: Sequence[Tiles], tiles: Tiles) -> None:
+    """Give the operands of a `cond` the layout in which one of its branches reads them.
+
+    A result that a branch passes on unchanged has the layout of the operand, such as the waiting activations of a
+    pipeline that a backward pass reads. XLA gives them the layout of their reader, even if products computed them.
+    """
+    operands = operation.inputs[1:]  # the first operand selects the branch
+    for branch_tiles in branches_tiles:
+        branch = branch_tiles.program
+        result_by_inner_value = dict(zip(branch.outputs, operation.outputs, strict=True))
+        for operand, inner_value in zip(operands, branch.inputs, strict=True):
+            tile_dim_pairs = branch_tiles.dim_pairs_by_value.get(inner_value, ())
+            if len(tile_dim_pairs) == 1:
+                for value in (operand, result_by_inner_value.get(inner_value)):
+                    if value is not None:
+                        tiles.dim_pairs_by_value.setdefault(value, tile_dim_pairs)
+
+
+def _prescribe_pool(operation: Operation, tiles: Tiles) -> None:
+    """Give an array the layout of the entry of its first dim that is read from it."""
+    source_value, target_value = operation.outputs[0], operation.inputs[0]
+    tile_dim_pairs = tiles.dim_pairs_by_value.get(source_value)
+    if target_value is None or tile_dim_pairs is None or target_value in tiles.dim_pairs_by_value:
+        return
+    shape, target_shape = (tuple(getattr(tiles.program.avals[v], "shape", ())) for v in (source_value, target_value))
+    added_dim_count = len(target_shape) - len(shape)
+    if added_dim_count in (0, 1) and target_shape[1:] == shape[1 - added_dim_count :]:
+        tiles.dim_pairs_by_value[target_value] = tuple(
+            (first + added_dim_count, second + added_dim_count) for first, second in tile_dim_pairs
+        )
+
+
 def _prescribe_neighbor(operation: Operation, tiles: Tiles, *, is_forward: bool) -> None:
     """Give the result of a transpose, copy, pad or slice the operand's layout, or vice versa if not `is_forward`."""
+    if operation.kind in ("dynamic_slice", "squeeze") and not is_forward:
+        _prescribe_pool(operation, tiles)
     if operation.kind not in ("transpose", "pad", "slice", *SAME_LAYOUT) or operation.inputs[0] is None:
         return
     operand, result = operation.inputs[0], operation.outputs[0]

@@ -212,8 +212,6 @@ class _Training:
         """The run directory."""
         return self.journal.folder
 
-    # -- before the first step -----------------------------------------------------------------------------------------
-
     def run(self) -> Run:
         """Check the directory, train from the newest checkpoint or from the start, and return the run."""
         check_processes_agree(self.experiment, self.plan, self.source, self.from_step, self.init_from)
@@ -349,8 +347,6 @@ class _Training:
             self.journal.say(missed_text)
         return state
 
-    # -- the steps -----------------------------------------------------------------------------------------------------
-
     def _train(self) -> Run:
         """Train from the newest checkpoint, or from the initial state, to the last step, and return the run."""
         with endings.explain_stop(self.journal, self.stop):
@@ -389,8 +385,8 @@ class _Training:
                     with contextlib.suppress(Exception):
                         self.checkpoints.wait()
                     raise
-        training_seconds = time.monotonic() - start_time
-        self.log_event("finished", loss=pauses.held_out_loss, best=pauses.best_loss, seconds=training_seconds)
+        losses = {"loss": pauses.held_out_loss, "best": pauses.best_loss}
+        self.log_event("finished", **losses, seconds=time.monotonic() - start_time)
         heartbeat.set_phase("finished")
         self.journal.write_report()
         self.journal.conclude()
@@ -472,6 +468,13 @@ class _Training:
         with heartbeat.awaiting(step):
             scalars = host_scalars(metrics)
         self.stuck_watch.note_step()
+        with heartbeat.in_phase("logging"):
+            self._log(step, scalars)
+        if scalars["skipped_in_row"] >= self.experiment.guard.patience:
+            endings.stop_diverged(self.journal, self.checkpoints, step, scalars, self.causes)
+
+    def _log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Count the tokens of a step, call the callbacks, and log its metrics and whether it was skipped."""
         if self._last_earlier_step is not None and step > self._last_earlier_step:
             self._last_earlier_step = None
             self.journal.log_hours(step, "first new step")
@@ -486,14 +489,11 @@ class _Training:
             self.journal.log_skip(step, scalars, **self.causes.cause_fields(step, scalars))
         if step % self.log_every == 0 or step == self.experiment.steps:
             self.journal.log_step(step, logged_metrics(scalars) | {"tokens": self.tokens, **self.meter.row()})
-        if scalars["skipped_in_row"] >= self.experiment.guard.patience:
-            endings.stop_diverged(self.journal, self.checkpoints, step, scalars, self.causes)
 
     def _stop_before_first_step(self) -> None:
         """Stop the run if any process has received a signal."""
-        signal_name = self.stop.signal_name
-        if self.agreement.decision(self.agreement.combine(bool(signal_name), False))[0]:
-            endings.stop_preempted(self.journal, self.updates, signal_name, is_saved=False)
+        if self.agreement.decision(self.agreement.combine(bool(self.stop.signal_name), False))[0]:
+            endings.stop_preempted(self.journal, self.updates, self.stop.signal_name, is_saved=False)
 
     def log_event(self, name: str, **fields: Any) -> None:
         """Log an event after the newest step, by its name and with further fields."""

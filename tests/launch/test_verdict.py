@@ -12,7 +12,7 @@ from jaxscale.launch.verdict import ORDER, PEER_FAILED, Ending, exit_code, judge
 
 BEAT = Heartbeat(0, "node0", 100, 2, "stepping", 7, 61.0, 900.0, 50, {"stepping": 61.0}, place="loop.py:3 f")
 HANG = Ending(0, "node0", 2, "timeout", seconds=60)
-LOOP_PHASES = ("data", "stepping", "evaluating", "saving")
+LOOP_PHASES = ("data", "stepping", "logging", "evaluating", "saving")
 
 
 def _beat(draw: random.Random, phase: str, step: int, *, is_waiting: bool) -> Heartbeat:

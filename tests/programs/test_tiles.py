@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxscale.programs.flat import flatten
 from jaxscale.programs.placements import place
@@ -136,3 +137,38 @@ def test_a_barrier_passes_tiles_on_place_by_place():
     other, scores = map(placements.value_bytes, program.outputs)
     assert other == 128 * 8 * 257 * 257 * 4
     assert scores == pytest.approx(128 * 8 * 264 * 384 * 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_what_waits_in_a_pipeline_for_a_kernel_has_the_kernels_tiles(is_read):
+    """The slots take the layout of the branch that reads them with a kernel, although products computed them."""
+    mesh = AbstractMesh((2, 2), ("pipe", "data"), axis_types=(AxisType.Auto, AxisType.Auto))
+    rows = PartitionSpec("data")
+    run_kernel = jax.shard_map(kernel, in_specs=rows, out_specs=rows, axis_names={"data"}, check_vma=False)
+
+    def ticks(x, w):
+        def write(pool):
+            heads = (x @ w).reshape(4, 512, 12, 64).transpose(0, 2, 1, 3)
+            return jax.lax.dynamic_update_index_in_dim(pool, heads, 1, 0), x
+
+        def read(pool):
+            waiting = jax.lax.dynamic_index_in_dim(pool, 1, 0, keepdims=False)
+            heads = run_kernel(waiting) if is_read else waiting * 2.0
+            return pool, heads.transpose(0, 2, 1, 3).reshape(4, 512, 768)
+
+        def tick(pool, turn):
+            return jax.lax.switch(turn % 2, [write, read], pool)
+
+        return jax.lax.scan(tick, jnp.zeros((3, 4, 12, 512, 64)), jnp.arange(4))[1]
+
+    spec = PartitionSpec("pipe")
+    run = jax.shard_map(
+        ticks, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, axis_names={"pipe"}, check_vma=False
+    )
+    program, placements = placed(run, (8, 512, 768), (768, 768))
+    loop_index = next(index for index, operation in enumerate(program.operations) if operation.kind == "scan")
+    pool = program.operations[loop_index].outputs[0]
+    assert placements.value_bytes(pool) == (2 if is_read else 1) * 3 * 4 * 12 * 512 * 64 * 4
+    body = placements.loop_placements[loop_index]
+    cond = next(operation for operation in body.program.operations if operation.kind == "cond")
+    assert body.value_bytes(cond.outputs[0]) == placements.value_bytes(pool)

@@ -62,6 +62,7 @@ def test_a_callback_stops_the_run_which_can_be_continued(toy, whole, tmp_path):
     phases = [set(row["seconds_by_phase"]) for row in rows_of(tmp_path / "run") if row.get("name") == "hours"]
     assert ["restoring" in names for names in (phases[0], phases[-1])] == [False, True]
     assert ["initializing" in names for names in (phases[0], phases[-1])] == [True, False]
+    assert all({"stepping", "logging", "data"} <= names for names in phases if "stepping" in names)
     losses = {row["step"]: row["loss"] for row in rows_of(tmp_path / "run") if row["kind"] == "train"}
     assert losses == {row["step"]: row["loss"] for row in rows_of(whole) if row["kind"] == "train"}
     assert continued.state is not None
