@@ -23,8 +23,9 @@ later pipelined   the same with another seed, compiled after a rule had been rea
 unseen pipelined  the same with a third seed, compiled after two more rules.
 unseen usual      steps on v5e, v5p and v6e in bfloat16 with another seed, for the margin that `fit` states for them.
 unseen 7x         the same on 7x, compiled after the packing factor of that chip had been fitted.
-unseen pipelined TPU  pipelined steps on TPU with a fourth seed, compiled after a rule had been read off a step of
+newest pipelined  pipelined steps on TPU with a fourth seed, compiled after a rule had been read off a step of
                   "unseen pipelined".
+unseen pipelined TPU  the same with a fifth seed, compiled after a rule had been read off a step of "newest pipelined".
 
 If a rule is read off a case of a held-out design after all, its row holds the error of before (`error_before`), and
 that error counts. `fit` prints the figures of the unseen designs, on whose cases nothing was fitted.
@@ -128,7 +129,7 @@ PIPELINED_FACTORS = {
 TPU_PIPELINED_FACTORS = PIPELINED_FACTORS | {
     "platform": tuple(text for text in PIPELINED_FACTORS["platform"] if text.startswith("tpu"))
 }
-"""The values of each factor of the design "unseen pipelined TPU"."""
+"""The values of each factor of the designs "newest pipelined" and "unseen pipelined TPU"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,14 +224,15 @@ DESIGNS = {
     "unseen pipelined": Design(PIPELINED_FACTORS, 2034, 12),
     "unseen usual": Design(USUAL_FACTORS, 2033, 16),
     "unseen 7x": Design(USUAL_7X_FACTORS, 2035, 10),
-    "unseen pipelined TPU": Design(TPU_PIPELINED_FACTORS, 2036, 10),
+    "newest pipelined": Design(TPU_PIPELINED_FACTORS, 2036, 10),
+    "unseen pipelined TPU": Design(TPU_PIPELINED_FACTORS, 2037, 10),
 }
 HELD_OUT = {
-    "held out": ("unseen",),
-    "held out, usual": ("unseen usual", "unseen 7x"),
-    "held out, pipelined": ("unseen pipelined", "unseen pipelined TPU"),
+    "held out": {"tpu": ("unseen", "unseen 7x"), "gpu": ("unseen",)},
+    "held out, usual": {"tpu": ("unseen usual",)},
+    "held out, pipelined": {"tpu": ("unseen pipelined TPU",), "gpu": ("unseen pipelined",)},
 }
-"""By section of `accuracy.json`, the designs on whose cases nothing was fitted."""
+"""By section of `accuracy.json` and kind of platform, the designs on whose cases nothing was fitted."""
 PACKED_CHIPS = ("7x",)
 """Chips with a packing factor of their own, which is fitted to the recorded steps of `PACKED_DESIGNS`."""
 PACKED_DESIGNS = ("sized", "later", "latest", "newest")
@@ -354,21 +356,19 @@ def main() -> None:
             Figure(f"worst under-estimate, {which}", -min([*errors, 0.0]), ""),
             Figure(f"beyond 15 %, {which}", sum(abs(error) > 0.15 for error in errors), "programs", 1),
         ]
-        if which in HELD_OUT["held out, usual"]:
+        if which in HELD_OUT["held out, usual"]["tpu"]:
             beyond_margin = sum(abs(error) > accuracy.NARROW_MARGIN for error in errors)
             figures.append(Figure(f"beyond the margin, {which}", beyond_margin, "programs", 0))
     show(figures, "Estimates of drawn train steps against their compilers")
     if args.write:
         sections = json.loads(accuracy.FILE.read_text())
-        for section, design_names in HELD_OUT.items():
+        for section, designs_by_kind in HELD_OUT.items():
             sections[section] = {}
-            for kind in ("tpu", "gpu"):
+            for kind, design_names in designs_by_kind.items():
                 held_out_cases = [
                     case for name in design_names for case in cases_by_design[name] if case.platform.startswith(kind)
                 ]
                 errors = [abs(error_by_case[case]) for case in held_out_cases]
-                if not errors:
-                    continue
                 sections[section][kind] = {
                     "programs": len(errors),
                     "median": statistics.median(errors),

@@ -41,11 +41,11 @@ NEARER_MARGIN = 0.12
 """Margin that replaces `MARGIN` if the piece of the step that needs the most memory was compiled."""
 
 PIPELINED_MARGIN = 0.2
-"""Margin of a pipelined step on a TPU."""
+"""Margin of a pipelined step on a TPU that does not compute in float32."""
 
-UNKNOWN_MARGIN = 0.3
-"""Margin of a step for which no errors are recorded: a partly trained step, or a pipelined step on a platform with
-fewer than `LEAST_PROGRAMS` records."""
+WIDE_MARGIN = 0.3
+"""Margin of a pipelined step in float32 on a TPU, and of steps for which no errors are recorded: partly trained ones, and
+pipelined ones on a platform with fewer than `LEAST_PROGRAMS` records."""
 
 LEAST_PROGRAMS = 5
 """Least number of recorded pipelined steps of a kind of platform for which the usual margin is used."""
@@ -172,6 +172,7 @@ def margin(
     is_compiled: bool = False,
     is_pipelined: bool = False,
     is_partly_trained: bool = False,
+    is_float32: bool = False,
 ) -> float:
     """Return the least difference between estimate and memory limit that decides whether a step fits.
 
@@ -183,14 +184,15 @@ def margin(
         is_compiled: whether the piece that needs the most memory was compiled.
         is_pipelined: whether the step is pipelined.
         is_partly_trained: whether some parameters are not trained.
+        is_float32: whether the step computes in float32.
     """
     if is_partly_trained and not is_compiled:
-        return UNKNOWN_MARGIN
+        return WIDE_MARGIN
     recorded_errors = held_out_accuracy(kind, "pipelined") if is_pipelined else None
     if is_pipelined and (recorded_errors is None or recorded_errors.programs < LEAST_PROGRAMS):
-        return UNKNOWN_MARGIN
+        return WIDE_MARGIN
     if is_pipelined and kind == "tpu" and not is_compiled:
-        return PIPELINED_MARGIN
+        return WIDE_MARGIN if is_float32 else PIPELINED_MARGIN
     if is_compiled:
         return NEARER_MARGIN
     return NARROW_MARGIN if is_usual_step else MARGIN

@@ -87,6 +87,7 @@ class Estimate:
             is_compiled=bool(self.compiled_piece_names),
             is_pipelined=self.plan.pipeline is not None,
             is_partly_trained=self.is_partly_trained,
+            is_float32=self.plan.precision == "float32",
         )
 
     @property

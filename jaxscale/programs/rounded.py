@@ -40,7 +40,7 @@ def _is_rounding(reader: Operation, value: int, program: FlatProgram) -> bool:
         precision = reader.params.get("precision")
         precisions = precision if isinstance(precision, tuple) else (precision,)
         return all(entry in (None, jax.lax.Precision.DEFAULT) for entry in precisions)
-    if reader.kind in (*VIEWS, "transpose", RETILE):
+    if reader.kind in (*VIEWS, "slice", "dynamic_slice", "transpose", RETILE) and value == reader.inputs[0]:
         return is_rounded(reader.outputs[0], program)
     if reader.branches and value != reader.inputs[0]:  # the first operand selects the branch
         operand_indices = [index for index, operand in enumerate(reader.inputs[1:]) if operand == value]

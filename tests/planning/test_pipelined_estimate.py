@@ -142,7 +142,7 @@ def test_seconds_and_margin(piped):
     assert "pipelined train steps" in str(found)
     on_cpu = fit(piped("1f1b:4x8"), "cpu x 4")
     assert on_cpu.simulation is None
-    assert on_cpu.margin == accuracy.UNKNOWN_MARGIN
+    assert on_cpu.margin == accuracy.WIDE_MARGIN
 
 
 @pytest.mark.slow
@@ -155,9 +155,11 @@ def test_recorded_programs():
         texts = dict(word.split("=", 1) for word in case["fields"].split()) | {"mesh": case["mesh"]}
         overrides = {f"plan.{name}": text for name, text in texts.items()} | {"batch": str(case["batch"])}
         experiment, _ = load_file(BENCHMARKS / "fit_models.py", case["model"], overrides)
-        errors.append(estimate(experiment, case["platform"]).device_bytes / row["device"] - 1)
-    assert len(errors) > 30
-    assert statistics.median(map(abs, errors)) <= 0.06
-    assert min(errors) >= -0.125
-    assert max(errors) <= accuracy.MARGIN
+        step_estimate = estimate(experiment, case["platform"])
+        errors.append(step_estimate.device_bytes / row["device"] - 1)
+        assert -0.135 <= errors[-1] <= step_estimate.margin, case
+        if step_estimate.margin < accuracy.WIDE_MARGIN:
+            assert errors[-1] <= accuracy.MARGIN, case
+    assert len(errors) > 70
+    assert statistics.median(map(abs, errors)) <= 0.045
     assert statistics.mean(errors) >= -0.05

@@ -23,6 +23,14 @@ def flat(fn, *args):
     [
         (lambda y, x: y @ x, True),
         (lambda y, x: (y.T.reshape(1, 32, 32)[0] @ x, x @ y), True),  # transposes and reshapes lead to products
+        (
+            lambda y, x: jax.lax.dynamic_index_in_dim(y.reshape(2, 16, 32), x[0, 0].astype(int), keepdims=False) @ x,
+            True,
+        ),
+        (
+            lambda y, x: jax.lax.dynamic_slice(x, (y[0, 0].astype(int), 0), (8, 32)) @ x,
+            False,
+        ),  # the index is no operand
         (lambda y, x: jnp.matmul(y, x, precision="highest"), False),  # three passes have all bits
         (lambda y, x: y @ x + y, False),
         (lambda y, x: jnp.sin(y) @ x, False),  # computed in float32 inside the product
