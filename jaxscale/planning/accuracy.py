@@ -44,8 +44,8 @@ PIPELINED_MARGIN = 0.2
 """Margin of a pipelined step on a TPU that does not compute in float32."""
 
 WIDE_MARGIN = 0.3
-"""Margin of a pipelined step in float32 on a TPU, and of steps for which no errors are recorded: partly trained ones, and
-pipelined ones on a platform with fewer than `LEAST_PROGRAMS` records."""
+"""Margin of a pipelined step in float32 on a TPU, and of steps for which no errors are recorded: partly trained ones,
+and pipelined ones on a platform with fewer than `LEAST_PROGRAMS` records."""
 
 LEAST_PROGRAMS = 5
 """Least number of recorded pipelined steps of a kind of platform for which the usual margin is used."""

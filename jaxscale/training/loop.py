@@ -473,7 +473,7 @@ class _Training:
         if scalars["skipped_in_row"] >= self.experiment.guard.patience:
             endings.stop_diverged(self.journal, self.checkpoints, step, scalars, self.causes)
 
-    def _log(self, step: int, scalars: Mapping[str, float]) -> None:
+    def _log(self, step: int, scalars: Mapping[str, Any]) -> None:
         """Count the tokens of a step, call the callbacks, and log its metrics and whether it was skipped."""
         if self._last_earlier_step is not None and step > self._last_earlier_step:
             self._last_earlier_step = None
