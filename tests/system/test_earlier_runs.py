@@ -15,6 +15,11 @@ from tests.training.watching import last_lines
 DEFAULT = ("powersgd",)
 ROUNDING = 1e-6
 """Relative: other versions of JAX and other processors add up in another order."""
+COARSE = {"split": 1e-3}
+"""Relative, by run: computed in bfloat16 with moments in 4 bits, in which another order of sums shows sooner."""
+EMPTIED = ("2bw", "pipemare")
+"""Asynchronous pipelines. Blocks kept other values for their backward pass when these runs were recorded, so what was in
+flight is of no use: the pipeline starts empty, and its first step applies no gradient."""
 
 
 @pytest.mark.parametrize(
@@ -34,10 +39,19 @@ def test_a_run_of_earlier_code_goes_on(name, tmp_path, monkeypatch):
     command("report", str(run))
     assert "<html" in (run / "report.html").read_text()
 
-    command(*words(name, tmp_path), "--out", str(run))
+    output = command(*words(name, tmp_path), "--out", str(run))
     rows = last_lines(run)
     assert list(rows) == list(map(int, expected["lines"]))
     exact = expected["jax"] == jax.__version__
+    tolerance = COARSE.get(name, ROUNDING if exact else 1e-4)
+    is_emptied = name in EMPTIED
+    assert ("which starts empty" in output) == is_emptied
     for step, row in rows.items():
         for figure, value in expected["lines"][str(step)].items():
-            np.testing.assert_allclose(row[figure], value, rtol=ROUNDING if exact else 1e-4, err_msg=f"{figure} {step}")
+            if is_emptied and step > 2:
+                continue
+            np.testing.assert_allclose(row[figure], value, rtol=tolerance, err_msg=f"{figure} {step}")
+    if is_emptied:
+        assert rows[3]["grad_norm"] == 0
+        np.testing.assert_allclose(rows[3]["loss"], rows[2]["loss"], rtol=0.01)
+        assert rows[4]["loss"] < rows[2]["loss"]
