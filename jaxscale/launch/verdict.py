@@ -14,10 +14,11 @@ from jaxscale.errors import STUCK
 from jaxscale.heartbeat import Heartbeat, RunPhase
 
 ORDER: tuple[RunPhase, ...] = (
-    "starting", "joining", "preparing", "initializing", "restoring", "data", "compiling", "stepping", "logging",
-    "evaluating", "saving", "finished",
+    "starting", "joining", "preparing", "initializing", "restoring", "data", "compiling", "stepping", "evaluating",
+    "saving", "finished",
 )  # fmt: skip
-"""The phases in the order of a step: a process takes a step's data before it waits for that step."""
+"""The phases in the order of a step: a process takes a step's data before it waits for that step. Logging is part of
+stepping: a process that has logged a step waits for the others in stepping."""
 PEER_FAILED = "UserError: another process failed"
 """Start of the failure of a process that ends only because another one failed."""
 
@@ -159,8 +160,9 @@ def exit_code(ending: Ending) -> int:
 
 
 def _position(beat: Heartbeat) -> tuple[int, int]:
-    """Return the sort key of a heartbeat: its step, and the index of its phase in `ORDER`."""
-    return beat.step, ORDER.index(beat.phase)  # pyright: ignore[reportArgumentType]
+    """Return the sort key of a heartbeat: its step, and the index in `ORDER` of its phase."""
+    phase = "stepping" if beat.phase == "logging" else beat.phase
+    return beat.step, ORDER.index(phase)  # pyright: ignore[reportArgumentType]
 
 
 def _phase_text(beat: Heartbeat) -> str:

@@ -3,7 +3,8 @@
 The step is traced for the platform's mesh, so the program is the one that would run, with the plan's rematerialization,
 microbatches, chunked loss, precision and placements. The bytes of arguments (state, batch) are exact. The live bytes
 within the step are computed from the program (`timeline.py`) and multiplied by a factor, fitted to compiled programs
-for each kind of platform (`accuracy.json`, which `experiments/benchmarks/fit_accuracy.py --write` regenerates).
+for each kind of platform or for a chip (`accuracy.json`, which `fit_accuracy.py --write` and `fit_cases.py --fit` of
+`experiments/benchmarks/` regenerate).
 
 Left out: the order of independent operations and the packing of buffers, because nothing is compiled by default.
 `compile_block` compiles the piece of the step that needs the most memory (`compile_pieces.py`).
@@ -97,7 +98,10 @@ class Estimate:
             return None
         if self.compiled_piece_names:
             return accuracy.recorded_accuracy(self.chip_kind, is_compiled=True)
-        step_kind = "pipelined" if self.plan.pipeline is not None else "usual" if self.is_usual else "any"
+        if self.plan.pipeline is not None:
+            step_kind = accuracy.pipelined_kind(self.chip_kind, is_float32=self.plan.precision == "float32")
+        else:
+            step_kind = "usual" if self.is_usual else "any"
         return accuracy.held_out_accuracy(self.chip_kind, step_kind)
 
     @property

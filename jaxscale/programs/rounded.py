@@ -40,8 +40,10 @@ def _is_rounding(reader: Operation, value: int, program: FlatProgram) -> bool:
         precision = reader.params.get("precision")
         precisions = precision if isinstance(precision, tuple) else (precision,)
         return all(entry in (None, jax.lax.Precision.DEFAULT) for entry in precisions)
-    if reader.kind in (*VIEWS, "slice", "dynamic_slice", "transpose", RETILE) and value == reader.inputs[0]:
-        return is_rounded(reader.outputs[0], program)
+    if reader.kind in (*VIEWS, "dynamic_slice", "transpose", RETILE):
+        # a barrier has a result for each operand; the other operands of a slice are indices
+        results = [reader.outputs[index] for index, operand in enumerate(reader.inputs) if operand == value]
+        return all(is_rounded(result, program) for result in results)
     if reader.branches and value != reader.inputs[0]:  # the first operand selects the branch
         operand_indices = [index for index, operand in enumerate(reader.inputs[1:]) if operand == value]
         return all(
@@ -90,7 +92,7 @@ def with_rounded_copies(program: FlatProgram) -> FlatProgram:
 def with_entered_copies(program: FlatProgram, dtype: str | None = None) -> FlatProgram:
     """Return a program that copies large float32 weights that only matrix products read for the ticks of a pipeline.
 
-    The rule was inferred from one compiled step.
+    The rule was inferred from two compiled steps.
 
     Args:
         program: program of a step.

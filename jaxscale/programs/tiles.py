@@ -5,6 +5,7 @@ operands and results of a Pallas kernel are tiled along their last two dims, so 
 bytes. Transposes and copies before and after a kernel cost nothing, because XLA gives the array on their other side the
 same layout. The same holds for the arrays that a loop keeps for a kernel in its body. A matrix product's result, such
 as queries, keys and values to which no rotation is applied, has a layout of its own, and is copied for the kernel.
+What waits in a pipeline is an exception: the slots have the layout of the branch that reads them with a kernel.
 
 The activations of a convolution are tiled along the batch and the features, in the order that wastes less. Elementwise
 operations and pooling keep that layout. The result of a product with batch dims, such as attention's scores, is tiled
@@ -253,7 +254,7 @@ def _prescribe_outside_region(operation: Operation, tiles: Tiles) -> None:
     region_tiles = prescribed_tiles(flatten(operation.params["jaxpr"]))
     region = region_tiles.program
     value_pairs = (
-        *zip(operation.inputs, region.inputs, strict=True),
+        *zip(operation.inputs, region.inputs, strict=False),  # constants follow the arguments
         *zip(operation.outputs, region.outputs, strict=True),
     )
     for value, inner_value in value_pairs:
@@ -272,7 +273,7 @@ def _prescribe_outside_branches(operation: Operation, branches_tiles: Sequence[T
     for branch_tiles in branches_tiles:
         branch = branch_tiles.program
         result_by_inner_value = dict(zip(branch.outputs, operation.outputs, strict=True))
-        for operand, inner_value in zip(operands, branch.inputs, strict=True):
+        for operand, inner_value in zip(operands, branch.inputs, strict=False):  # constants follow the arguments
             tile_dim_pairs = branch_tiles.dim_pairs_by_value.get(inner_value, ())
             if len(tile_dim_pairs) == 1:
                 for value in (operand, result_by_inner_value.get(inner_value)):
@@ -281,10 +282,12 @@ def _prescribe_outside_branches(operation: Operation, branches_tiles: Sequence[T
 
 
 def _prescribe_pool(operation: Operation, tiles: Tiles) -> None:
-    """Give an array the layout of the entry of its first dim that is read from it."""
+    """Give an array the layout of the entry of its first dim that is read from it, unless a product computes it."""
     source_value, target_value = operation.outputs[0], operation.inputs[0]
     tile_dim_pairs = tiles.dim_pairs_by_value.get(source_value)
-    if target_value is None or tile_dim_pairs is None or target_value in tiles.dim_pairs_by_value:
+    if target_value is None or tile_dim_pairs is None:
+        return
+    if target_value in tiles.dim_pairs_by_value or target_value in tiles.product_results:
         return
     shape, target_shape = (tuple(getattr(tiles.program.avals[v], "shape", ())) for v in (source_value, target_value))
     added_dim_count = len(target_shape) - len(shape)
@@ -295,7 +298,10 @@ def _prescribe_pool(operation: Operation, tiles: Tiles) -> None:
 
 
 def _prescribe_neighbor(operation: Operation, tiles: Tiles, *, is_forward: bool) -> None:
-    """Give the result of a transpose, copy, pad or slice the operand's layout, or vice versa if not `is_forward`."""
+    """Give the result of a transpose, copy, pad or slice the operand's layout, or vice versa if not `is_forward`.
+
+    An entry that is read from a pool gives the pool its layout, but takes none from it.
+    """
     if operation.kind in ("dynamic_slice", "squeeze") and not is_forward:
         _prescribe_pool(operation, tiles)
     if operation.kind not in ("transpose", "pad", "slice", *SAME_LAYOUT) or operation.inputs[0] is None:

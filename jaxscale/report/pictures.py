@@ -27,7 +27,7 @@ _KIND_COLORS = (
     ("batch", 5),
     ("output", 6),
 )
-_PHASE_COLORS = {"stepping": 1, "compiling": 2, "saving": 3, "evaluating": 5, "logging": 6, "data": 7}
+_PHASE_COLORS = {"stepping": 1, "compiling": 2, "saving": 3, "evaluating": 5, "logging": 4, "data": 7}
 _LONGEST_SIDE = 44.0
 """Length of the longest side of a parameter's picture, in pixels."""
 

@@ -12,7 +12,7 @@ from jaxscale.launch.verdict import ORDER, PEER_FAILED, Ending, exit_code, judge
 
 BEAT = Heartbeat(0, "node0", 100, 2, "stepping", 7, 61.0, 900.0, 50, {"stepping": 61.0}, place="loop.py:3 f")
 HANG = Ending(0, "node0", 2, "timeout", seconds=60)
-LOOP_PHASES = ("data", "stepping", "logging", "evaluating", "saving")
+LOOP_PHASES = ("data", "stepping", "evaluating", "saving")
 
 
 def _beat(draw: random.Random, phase: str, step: int, *, is_waiting: bool) -> Heartbeat:
@@ -123,6 +123,14 @@ def test_one_process_and_equal_processes():
         "all processes are in stepping, step 7 for up to 61 s, and none is behind (rank 3 left no heartbeat file)"
     )
     assert PEER_FAILED.startswith("UserError")
+
+
+def test_a_callback_that_hangs_is_the_fault_of_its_process_though_the_others_wait_in_stepping():
+    waiting = {rank: dataclasses.replace(BEAT, rank=rank, is_waiting=True) for rank in (1, 2, 3)}
+    verdict = judge({0: dataclasses.replace(BEAT, phase="logging", place="user.py:3 callback")} | waiting, 4, 2, HANG)
+    assert verdict.ranks == (0,)
+    assert verdict.phase == "logging"
+    assert "user.py:3 callback" in verdict.text
 
 
 def test_a_stuck_step_is_the_fault_of_the_process_that_stands_farthest_back():

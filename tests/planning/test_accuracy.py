@@ -27,7 +27,7 @@ def test_the_recorded_estimates(kind, compiled, median, worst):
         ("tpu", "any", accuracy.MARGIN),
         ("gpu", "any", accuracy.MARGIN),
         ("tpu", "usual", accuracy.NARROW_MARGIN),
-        ("tpu", "pipelined", accuracy.WIDE_MARGIN),  # two of the steps compute in float32
+        ("tpu", "pipelined", accuracy.PIPELINED_MARGIN),
         ("gpu", "pipelined", accuracy.MARGIN),
     ],
 )
@@ -38,6 +38,14 @@ def test_errors_on_cases_that_nothing_was_fitted_on_are_within_the_margin(kind, 
     assert held_out.median <= 0.1
     assert held_out.worst <= margin
     assert "train steps that nothing was fitted on were off by" in str(held_out)
+
+
+def test_two_errors_are_too_few_for_a_margin():
+    held_out = accuracy.held_out_accuracy("tpu", "pipelined float32")
+    assert held_out is not None
+    assert held_out.programs < accuracy.LEAST_PROGRAMS
+    assert held_out.worst < accuracy.WIDE_MARGIN
+    assert accuracy.pipelined_kind("gpu", is_float32=True) == accuracy.pipelined_kind("tpu", is_float32=False)
 
 
 def test_what_was_not_recorded():

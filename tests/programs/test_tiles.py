@@ -172,3 +172,38 @@ def test_what_waits_in_a_pipeline_for_a_kernel_has_the_kernels_tiles(is_read):
     body = placements.loop_placements[loop_index]
     cond = next(operation for operation in body.program.operations if operation.kind == "cond")
     assert body.value_bytes(cond.outputs[0]) == placements.value_bytes(pool)
+
+
+@pytest.mark.parametrize("is_region", [True, False])
+def test_a_function_with_a_constant_within_a_region_or_a_branch(is_region):
+    """Constants of calls follow the arguments among a program's inputs."""
+    table = jnp.ones((4, 12, 512, 64))
+
+    @jax.jit
+    def scaled(x):
+        return kernel(x * table)
+
+    mesh = AbstractMesh((2, 2), ("pipe", "data"), axis_types=(AxisType.Auto, AxisType.Auto))
+    rows = PartitionSpec("data")
+
+    def in_region(x):
+        return jax.shard_map(scaled, in_specs=rows, out_specs=rows, axis_names={"data"}, check_vma=False)(x * 2.0)
+
+    def in_branch(x):
+        return jax.lax.cond(x.sum() > 0, scaled, lambda x: x, x * 2.0)
+
+    spec = PartitionSpec("pipe")
+    fn = in_region if is_region else in_branch
+    run = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"pipe"}, check_vma=False)
+    program, placements = placed(run, (8, 12, 512, 64) if not is_region else (16, 12, 512, 64))
+    doubled = next(operation for operation in program.operations if operation.kind == "mul").outputs[0]
+    assert placements.value_bytes(doubled) >= 4 * 12 * 512 * 64 * 4
+
+
+def test_a_product_from_which_a_kernel_reads_an_entry_keeps_its_layout():
+    def fn(x, w):
+        return kernel(jax.lax.dynamic_index_in_dim((x @ w).reshape(3, 12, 512, 64), 1, 0, keepdims=False))
+
+    program, placements = placed(fn, (3 * 12 * 512, 64), (64, 64))
+    reshaped = next(operation for operation in program.operations if operation.kind == "reshape").outputs[0]
+    assert placements.value_bytes(reshaped) == 3 * 12 * 512 * 64 * 4

@@ -18,8 +18,8 @@ ROUNDING = 1e-6
 COARSE = {"split": 1e-3}
 """Relative, by run: computed in bfloat16 with moments in 4 bits, in which another order of sums shows sooner."""
 EMPTIED = ("2bw", "pipemare")
-"""Asynchronous pipelines. Blocks kept other values for their backward pass when these runs were recorded, so what was in
-flight is of no use: the pipeline starts empty, and its first step applies no gradient."""
+"""Asynchronous pipelines. Blocks kept other values for their backward pass when these runs were recorded, so what was
+in flight is of no use: the pipeline starts empty, and its first step applies no gradient."""
 
 
 @pytest.mark.parametrize(
