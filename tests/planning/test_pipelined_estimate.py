@@ -157,9 +157,10 @@ def test_recorded_programs():
         experiment, _ = load_file(BENCHMARKS / "fit_models.py", case["model"], overrides)
         step_estimate = estimate(experiment, case["platform"])
         errors.append(step_estimate.device_bytes / row["device"] - 1)
-        assert -0.135 <= errors[-1] <= step_estimate.margin, case
-        if step_estimate.margin < accuracy.WIDE_MARGIN:
-            assert errors[-1] <= accuracy.MARGIN, case
+        is_unseen = row["design"] == "unseen pipelined TPU"  # nothing was fitted on its steps
+        is_wide = is_unseen and step_estimate.margin == accuracy.WIDE_MARGIN
+        assert errors[-1] >= (-0.135 if is_unseen else -0.125), case
+        assert errors[-1] <= (accuracy.WIDE_MARGIN if is_wide else accuracy.MARGIN), case
     assert len(errors) > 70
     assert statistics.median(map(abs, errors)) <= 0.045
     assert statistics.mean(errors) >= -0.05
