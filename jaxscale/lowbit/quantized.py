@@ -430,9 +430,10 @@ def _choose_maps(
         map_name = map_by_field.get(field_name)
         if is_exact or map_name is None or leaf.shape != shape or re.search(policy.skip, path_name(owner_path)):
             return None
-        if len(shape) - is_stacked < 2 or math.prod(shape) < policy.least:
+        local_shape = _local_shape(shape, sharding_or_shape)  # without the first dim if that is over stages
+        if len(local_shape) - is_stacked < 2 or math.prod(shape) < policy.least:
             return None
-        return map_name, block_of(_local_shape(shape, sharding_or_shape)[-2], policy.block or max_block)
+        return map_name, block_of(local_shape[-2], policy.block or max_block)
 
     paths_and_leaves, _ = jax.tree_util.tree_flatten_with_path(abstract_state)
     return [choose_map(path, leaf) for path, leaf in paths_and_leaves]

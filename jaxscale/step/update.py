@@ -25,7 +25,8 @@ from jaxscale.optim.optimizer import Optimizer
 from jaxscale.optim.rules import RULES
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
-from jaxscale.state.layout import device_of, placements_of
+from jaxscale.sharding.zero import without_axis
+from jaxscale.state.layout import PIPE_AXIS, device_of, placements_of
 from jaxscale.state.pure_model import PureModel
 from jaxscale.trees import path_name, tree_bytes
 from jaxscale.typing import Params, PyTree
@@ -110,7 +111,7 @@ class Update:
             rule = quantize_state(
                 rule,
                 plan.state.moments,
-                local=shardings,
+                local=_shapes_on_stages(pure_model, shardings) if plan.asynchronous else shardings,
                 layers=stacked_flags,
                 exact=_exact_flags(experiment.optimizer, param_infos),
                 platform=platform,
@@ -164,6 +165,20 @@ class Update:
         if self.clip is None:
             return weights, rule_state
         return weights, (optax.clip_by_global_norm(self.clip).init(weights), rule_state)
+
+
+def _shapes_on_stages(pure_model: PureModel, shardings: PyTree[NamedSharding]) -> PyTree[jax.ShapeDtypeStruct]:
+    """Return the shape of each parameter on one device of an asynchronous pipeline.
+
+    A stage has whole copies of the parameters outside of the blocks; a synchronous pipeline splits them over stages.
+    """
+
+    def shape_on_stage(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        """Return the shape of a parameter without the axis of the stages."""
+        stage_sharding = NamedSharding(sharding.mesh, without_axis(sharding.spec, PIPE_AXIS))
+        return jax.ShapeDtypeStruct(stage_sharding.shard_shape(leaf.shape), leaf.dtype)
+
+    return jax.tree.map(shape_on_stage, pure_model.abstract_params, shardings)
 
 
 def _bounds_updates(optimizer: Optimizer) -> bool:

@@ -6,6 +6,7 @@ would read, and updates each stage by itself.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxscale.data import Text
 from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.leaves import leaves_of
@@ -24,6 +26,7 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
 from jaxscale.step.train_step import TrainStep
+from jaxscale.trees import path_name
 from jaxscale.values import override
 from tests.plans import grouped
 from tests.step.residual import Residual, Vectors, random_batch
@@ -276,6 +279,57 @@ def test_a_step_says_what_is_done_by_stage(pipedream: TrainStep) -> None:
     assert pipedream.memory(batch(0))["in flight"] > 0
     with pytest.raises(UserError, match="a step has no gradients of its own"):
         jax.eval_shape(pipedream.gradients_fn, pipedream.layout.abstract, pipedream.abstract_batch(batch(0)))
+
+
+def test_what_is_in_flight_is_split_over_the_axes_of_a_stage() -> None:
+    """No device keeps the parts of others between steps; the losses and the restart stay exact."""
+    experiment = dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, heads=2, embed=16, dropout=0.0))
+    whole, split_step = (step_of(f"pipeline=2bw:2x4; mesh={mesh}", experiment) for mesh in ("data:1", "tensor:2"))
+    bytes_of = [
+        sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(step.layout.abstract.extra))
+        for step in (whole, split_step)
+    ]
+    assert bytes_of[1] < 0.75 * bytes_of[0]  # norms, messages and the residual stream are whole
+    versions = split_step.layout.abstract.extra["in_flight"]["pipe"]["versions"][0]
+    assert versions["blocks/layers/mlp/up/weight"].sharding.spec[-1] == "tensor"
+    assert versions["blocks/layers/mlp/down/weight"].sharding.spec[-1] == "tensor"
+    _, expected = fed(whole, whole.init(), range(STEPS))
+    state, before = fed(split_step, split_step.init(), range(3))
+    saved = on_host(split_step, state)
+    _, after = fed(split_step, state, range(3, STEPS))
+    _, again = fed(split_step, restored(split_step, saved), range(3, STEPS))
+    assert after == again
+    for found, wanted in zip(before + after, expected, strict=True):
+        np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("moments", ["int8", pytest.param("int4", marks=pytest.mark.variant)])
+def test_copies_of_shared_weights_of_odd_size_have_moments_in_few_bits(moments: str) -> None:
+    """A synchronous pipeline would split these positions over stages along their other dim."""
+    model = Decoder(vocab=256, context=65, layers=2, embed=128, heads=2, positions="learned")
+    experiment = Experiment("odd", model, Text("text.txt", context=65), batch=ROWS, steps=8)
+    step = step_of(f"pipeline=2bw:2x4; mesh=data:1; state.moments={moments}", experiment)
+    assert state_types(step, "/positions") & {"int8", "uint4"}
+    tokens = np.random.default_rng(0).integers(0, 256, (ROWS, 66), dtype=np.int32)
+    state, placed = step.init(), step.place({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
+    losses = []
+    for _ in range(8):
+        state, metrics = step(state, placed)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[2]
+
+
+def test_copies_of_a_norm_have_no_blocks_over_stages() -> None:
+    model = dataclasses.replace(MODEL, layers=4, embed=1024, mlp=64)
+    step = step_of("pipeline=2bw:4x4; mesh=data:1; state.moments=int8", dataclasses.replace(EXPERIMENT, model=model))
+    assert "int8" in state_types(step, "/mlp/up")
+    assert state_types(step, "/norm/weight") == {"float32"}
+
+
+def state_types(step: TrainStep, name: str) -> set[str]:
+    """Types of the optimizer state of the parameters with this text in their names."""
+    leaves = jax.tree_util.tree_leaves_with_path(step.layout.abstract.optimizer)
+    return {str(leaf.dtype) for path, leaf in leaves if name in path_name(path)}
 
 
 OTHERS = [

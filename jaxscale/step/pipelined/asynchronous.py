@@ -24,16 +24,13 @@ their gradients are clipped by one norm, and the step is good or bad as a whole.
 
 import dataclasses
 import functools
-import hashlib
-import json
 import math
-from collections.abc import Container, Iterable
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxscale.blocks import Loss
 from jaxscale.optim.update_guard import UpdateGuard, guarded_advance
@@ -42,21 +39,17 @@ from jaxscale.pipeline.run.passes import At
 from jaxscale.pipeline.run.pipemare import Remedies
 from jaxscale.pipeline.run.stream import stream
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.recipe.plan import version_1_fields
 from jaxscale.replicas.codec import Codec
 from jaxscale.replicas.reduce import GradientExchange, GradientLeaf, squared_residual_norm
 from jaxscale.state.batches import batch_shapes
-from jaxscale.state.extra import CompiledProgram, lacks
 from jaxscale.state.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS, Layout
-from jaxscale.state.naming import Naming, Part, part_of_whole
 from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import Metrics, TrainState, Watch
-from jaxscale.step.exchange import describe_codec
 from jaxscale.step.pipelined.forms import Arrays, Microbatch
 from jaxscale.step.pipelined.gradients import MANUAL, Pipelined
 from jaxscale.step.pipelined.reads import batch_weight_fn, copy_numbers
 from jaxscale.step.planned_model import PlannedModel, positive_divisor
-from jaxscale.trees import named_leaves, path_name
+from jaxscale.trees import named_leaves
 from jaxscale.typing import Array, Batch, Key, PyTree
 
 IN_FLIGHT = "in_flight"
@@ -134,11 +127,9 @@ class AsyncPipeline:
         clip_text = "" if self.planned.experiment.optimizer.clip is None else " clips by its own gradient's norm and"
         synchronous_steps = self.plan.synchronous_steps
         start_text = f"the first {synchronous_steps} steps are synchronous, then " if synchronous_steps else ""
-        axes_text = " x ".join(axis for axis in ("sequence", "tensor") if self.layout.mesh.shape[axis] > 1)
-        copies_text = f"; every device along {axes_text} holds all that is in flight" if axes_text else ""
         if self.stream.has_newest_backward and (plan.memory.rule != "none" or plan.stages_keep == "input"):
             age_text += ", and recomputation reads newer weights than the forward pass did"
-        stages_text = f"each stage{clip_text} skips bad updates by itself{copies_text}"
+        stages_text = f"each stage{clip_text} skips bad updates by itself"
         return f"{self.pipeline_text}: {start_text}{age_text}; {stages_text}"
 
     def _remedies(self) -> Remedies:
@@ -304,9 +295,9 @@ class AsyncPipeline:
         """
         synchronous_steps = self.plan.synchronous_steps
         if not synchronous_steps:
-            return self._step_in_stream(state, batch)
+            return self.step_in_stream(state, batch)
         return jax.lax.cond(
-            state.step < synchronous_steps, self._step_synchronously, self._step_in_stream, state, dict(batch)
+            state.step < synchronous_steps, self._step_synchronously, self.step_in_stream, state, dict(batch)
         )
 
     def _step_synchronously(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -338,7 +329,7 @@ class AsyncPipeline:
         shared_params = {name: copies[rank_by_name[name]] for name, copies in copies_by_name.items()}
         return dataclasses.replace(state, params=self.synchronous.join(stage_params, shared_params), extra={})
 
-    def _step_in_stream(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def step_in_stream(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run the ticks of one batch, in which stages make their updates; return the next state and the metrics."""
         owned_leaves, _ = self._divide_state(jax.tree.leaves(state.optimizer))
         layered_flags = {
@@ -406,95 +397,3 @@ class AsyncPipeline:
         )
         mean_loss = jnp.where(loss.weight > 0, loss.total / positive_divisor(loss.weight), jnp.nan)
         return next_state, {"loss": mean_loss, "grad_norm": norm, "weight": loss.weight, **codec_metrics}
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class InFlight:
-    """The `StateExtra` of an asynchronous pipeline: messages, batches, older weights, gradient sums, watches of stages.
-
-    Args:
-        pipeline: the asynchronous pipeline.
-        name: key of this extra in `TrainState.extra`.
-        label: name of this extra in tables of memory.
-    """
-
-    pipeline: AsyncPipeline
-    name: str = dataclasses.field(default=IN_FLIGHT, init=False)
-    label: str = dataclasses.field(default="in flight", init=False)
-
-    def add_to_layout(self, layout: Layout) -> Layout:
-        """Return the layout of the train state with this extra; each array has a first dim over the devices."""
-        sharding = NamedSharding(layout.mesh, DEVICE_SPEC)
-        unplaced_flight = jax.eval_shape(self.pipeline.in_flight, layout.abstract)
-        abstract_flight = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), unplaced_flight
-        )
-        return layout.with_extra(self.name, abstract_flight)
-
-    def init(self, state: TrainState) -> Flight:
-        """Return the state in flight of an empty pipeline."""
-        return self.pipeline.in_flight(state)
-
-    def to_saved(self, state: TrainState) -> TrainState:
-        """Return the state itself, because a checkpoint holds this extra unchanged."""
-        return state
-
-    def to_saved_abstract(self, abstract: TrainState) -> TrainState:
-        """Return the abstract state itself, because a checkpoint holds this extra unchanged."""
-        return abstract
-
-    def from_saved(self, state: TrainState) -> TrainState:
-        """Return the state from a checkpoint; the pipeline starts empty if an array of this extra is missing."""
-        if not lacks(state.extra[self.name]):
-            return state
-        other_extras = {name: tree for name, tree in state.extra.items() if name != self.name}
-        shardings = self.add_to_layout(self.pipeline.layout).state_shardings.extra[self.name]
-        flight = jax.jit(self.pipeline.in_flight, out_shardings=shardings)(
-            dataclasses.replace(state, extra=other_extras)
-        )
-        return dataclasses.replace(state, extra={**other_extras, self.name: flight})
-
-    def checkpoint_parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
-        """Return a tree with a `Part` for each array; the names contain a hash, so that other plans ignore the arrays.
-
-        The hash is of the plan, the layers of each stage, the batch size, the version of JAX, and the arrays' shapes.
-        """
-        pipeline, abstract_flight = self.pipeline, abstract.extra[self.name]
-        shapes_and_dtypes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(abstract_flight)]
-        planned = pipeline.planned
-        hashed_values = [
-            version_1_fields(planned.plan),
-            pipeline.stages.layer_counts,
-            planned.experiment.batch,
-            jax.__version__,
-            shapes_and_dtypes,
-        ]
-        plan_hash = hashlib.sha256(json.dumps(hashed_values, sort_keys=True).encode()).hexdigest()[:12]
-        prefix = f"{self.name}/{pipeline.method.name}-{plan_hash}"
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: part_of_whole(f"{prefix}/{path_name(path)}", leaf), abstract_flight
-        )
-
-    def note_on_missing(self, saved_names: Container[str], step_names: Iterable[str]) -> str:
-        """Return a note for the user if the checkpoint lacks arrays of this extra; empty if it lacks none.
-
-        Args:
-            saved_names: names of the arrays in the checkpoint.
-            step_names: names of the arrays that the step restores.
-        """
-        if all(name in saved_names for name in step_names if name.startswith(f"{self.name}/")):
-            return ""
-        return f"; it has nothing in flight for {self.pipeline.pipeline_text}, which starts empty"
-
-    def describe(self) -> list[str]:
-        """Return lines for the user on the pipeline and on its codec."""
-        optimizer = self.pipeline.planned.experiment.optimizer
-        codec_lines = (
-            []
-            if self.pipeline.gradient_exchange is None
-            else describe_codec(self.pipeline.gradient_exchange, optimizer)
-        )
-        return [str(self.pipeline), *codec_lines]
-
-    def check(self, program: CompiledProgram) -> None:
-        """Check nothing: the text of the program does not show how often stages update."""
