@@ -308,6 +308,56 @@ def experts_large() -> Experiment:
     return _text("experts_large", model, 32)
 
 
+def gemma_2b() -> Experiment:
+    """A Gemma of 26 layers, 2,304 wide, heads of 256 lanes, windows in every other layer, and soft caps."""
+    model = Decoder(
+        vocab=256_000, context=4096, layers=26, embed=2304, heads=8, kv_heads=4, head_dim=256, mlp=9216,
+        mlp_kind="geglu", norm_plus_one=True, post_norms=True, tied=True, embedding_scale=True,
+        windows=(2048, None), attention_soft_cap=50.0, final_soft_cap=30.0,
+    )  # fmt: skip
+    return _text("gemma_2b", model, 8)
+
+
+def qwen_7b() -> Experiment:
+    """A Qwen of 28 layers, 3,584 wide, biases of queries, keys and values, a head of its own."""
+    model = Decoder(
+        vocab=152_064, context=2048, layers=28, embed=3584, heads=28, kv_heads=4, mlp=18_944, attention_bias="qkv"
+    )
+    return _text("qwen_7b", model, 16)
+
+
+def gpt2_xl() -> Experiment:
+    """A GPT-2 of 48 layers, 1,600 wide (1.6B parameters)."""
+    model = Decoder(
+        vocab=50_304, context=1024, layers=48, embed=1600, heads=25, kv_heads=25, norm="layer", mlp_kind="gelu",
+        positions="learned", tied=True, attention_bias=True, mlp_bias=True,
+    )  # fmt: skip
+    return _text("gpt2_xl", model, 32)
+
+
+def vit_huge() -> Experiment:
+    """A vision transformer of 32 layers, 1,280 wide, heads of 80 lanes, patches of 14 pixels."""
+    model = ViT(classes=1000, image=224, patch=14, layers=32, embed=1280, heads=16, mlp=5120)
+    return _images("vit_huge", model, model.image, 256)
+
+
+def resnet152() -> Experiment:
+    """A ResNet-152 on 256 pixels."""
+    model = ResNet(classes=1000, stages=(3, 8, 36, 3), bottleneck=True)
+    return _images("resnet152", model, 256, 256)
+
+
+def plain_wide() -> Experiment:
+    """A foreign decoder of 20 layers of Flax's own, 1,536 wide."""
+    return _plain("plain_wide", 2048, 20, 32, vocab=50_304, width=1536)
+
+
+def experts_many() -> Experiment:
+    """Sixteen layers of 16 experts."""
+    model = Mixture(vocab=50_304, context=1024, layers=16, embed=1024, heads=16, experts=16, mlp=3584)
+    return _text("experts_many", model, 64)
+
+
 def experiment() -> Experiment:
     """The smallest of them."""
     return small()
@@ -335,4 +385,12 @@ VARIANTS = {
     "resnet50": resnet50,
     "plain_large": plain_large,
     "experts_large": experts_large,
+    # of its design "other models"
+    "gemma_2b": gemma_2b,
+    "qwen_7b": qwen_7b,
+    "gpt2_xl": gpt2_xl,
+    "vit_huge": vit_huge,
+    "resnet152": resnet152,
+    "plain_wide": plain_wide,
+    "experts_many": experts_many,
 }

@@ -54,6 +54,21 @@ TARGETS = {
 }
 
 
+def hides_latency(chip: Chip) -> bool:
+    """Return whether XLA orders the operations of a GPU's programs so that computations hide messages.
+
+    XLA uses its latency-hiding scheduler by default if it can model the seconds of the chip's collectives: from compute
+    capability 9.0 on, as observed in programs compiled for A100 and H100.
+
+    Example:
+        >>> from jaxscale.platforms.gpu import A100_80, H100
+        >>> hides_latency(A100_80), hides_latency(H100)
+        (False, True)
+    """
+    target = TARGETS.get(chip.name)
+    return target is not None and target.capability >= (9, 0)
+
+
 def target_config(chip: Chip) -> str:
     """Return XLA's target configuration of a GPU, in the text form that `jax.experimental.topologies` takes.
 

@@ -40,17 +40,17 @@ USUAL_STATES = (StatePlan(), StatePlan(moments="int8"), StatePlan(master="split"
 NEARER_MARGIN = 0.12
 """Margin that replaces `MARGIN` if the piece of the step that needs the most memory was compiled."""
 
-PIPELINED_MARGIN = 0.2
-"""Margin of a pipelined step on a TPU, unless it computes in float32."""
+ASYNCHRONOUS_MARGIN = 0.2
+"""Margin of an asynchronous pipeline on a TPU."""
 
 WIDE_MARGIN = 0.3
-"""Margin of steps for which fewer than `LEAST_PROGRAMS` errors are recorded: partly trained ones, pipelined ones in
-float32 on a TPU (two are recorded, one of them off by 28 %), and pipelined ones on a CPU."""
+"""Margin of steps for which fewer than `LEAST_PROGRAMS` errors are recorded: partly trained ones, asynchronous
+pipelines on a GPU, and all pipelines on a CPU."""
 
 LEAST_PROGRAMS = 5
 """Least number of recorded pipelined steps for which a margin below `WIDE_MARGIN` is used."""
 
-StepKind = Literal["any", "usual", "pipelined", "pipelined float32"]
+StepKind = Literal["any", "usual", "pipelined", "asynchronous"]
 """Kinds of steps whose errors are recorded apart."""
 
 
@@ -125,17 +125,13 @@ def held_out_accuracy(kind: str, step_kind: StepKind = "any") -> Accuracy | None
 
     Args:
         kind: "tpu", "gpu" or "cpu".
-        step_kind: "usual" for usual steps (`is_usual`), "pipelined" for pipelined steps, "pipelined float32" for those
-            in float32 on a TPU, "any" for all others.
+        step_kind: "usual" for usual steps (`is_usual`), "pipelined" for steps with a synchronous pipeline,
+            "asynchronous" for those with an asynchronous one, "any" for all others.
     """
     section_name = "held out" if step_kind == "any" else f"held out, {step_kind}"
     fields = _recorded_sections().get(section_name, {}).get(kind)
-    return None if fields is None else Accuracy(**fields, is_pipelined="pipelined" in step_kind, is_held_out=True)
-
-
-def pipelined_kind(kind: str, *, is_float32: bool) -> StepKind:
-    """Return the kind of a pipelined step on a kind of platform ("tpu", "gpu" or "cpu")."""
-    return "pipelined float32" if kind == "tpu" and is_float32 else "pipelined"
+    is_pipelined = step_kind in ("pipelined", "asynchronous")
+    return None if fields is None else Accuracy(**fields, is_pipelined=is_pipelined, is_held_out=True)
 
 
 def is_usual(chip: Chip, plan: Plan, optimizer: Optimizer, *, has_looped_blocks: bool = True) -> bool:
@@ -175,13 +171,7 @@ def is_usual(chip: Chip, plan: Plan, optimizer: Optimizer, *, has_looped_blocks:
 
 
 def margin(
-    kind: str,
-    *,
-    is_usual_step: bool = False,
-    is_compiled: bool = False,
-    is_pipelined: bool = False,
-    is_partly_trained: bool = False,
-    is_float32: bool = False,
+    kind: str, step_kind: StepKind = "any", *, is_compiled: bool = False, is_partly_trained: bool = False
 ) -> float:
     """Return the least difference between estimate and memory limit that decides whether a step fits.
 
@@ -189,19 +179,17 @@ def margin(
 
     Args:
         kind: "tpu", "gpu" or "cpu".
-        is_usual_step: whether the step is of the kind whose recorded errors are smallest (`is_usual`).
+        step_kind: kind of the step, as in `held_out_accuracy`.
         is_compiled: whether the piece that needs the most memory was compiled.
-        is_pipelined: whether the step is pipelined.
         is_partly_trained: whether some parameters are not trained.
-        is_float32: whether the step computes in float32.
     """
     if is_partly_trained and not is_compiled:
         return WIDE_MARGIN
-    recorded_errors = held_out_accuracy(kind, pipelined_kind(kind, is_float32=is_float32)) if is_pipelined else None
-    if is_pipelined and (recorded_errors is None or recorded_errors.programs < LEAST_PROGRAMS):
-        return WIDE_MARGIN
-    if is_pipelined and kind == "tpu" and not is_compiled:
-        return PIPELINED_MARGIN
+    if step_kind in ("pipelined", "asynchronous"):
+        recorded_errors = held_out_accuracy(kind, step_kind)
+        if recorded_errors is None or recorded_errors.programs < LEAST_PROGRAMS:
+            return WIDE_MARGIN
     if is_compiled:
         return NEARER_MARGIN
-    return NARROW_MARGIN if is_usual_step else MARGIN
+    margin_by_kind = {"usual": NARROW_MARGIN, "asynchronous": ASYNCHRONOUS_MARGIN}
+    return margin_by_kind.get(step_kind, MARGIN)

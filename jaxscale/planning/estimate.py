@@ -84,11 +84,9 @@ class Estimate:
         """The least difference between estimate and limit that decides whether a step fits, as a share of the limit."""
         return accuracy.margin(
             self.chip_kind,
-            is_usual_step=self.is_usual,
+            self._step_kind,
             is_compiled=bool(self.compiled_piece_names),
-            is_pipelined=self.plan.pipeline is not None,
             is_partly_trained=self.is_partly_trained,
-            is_float32=self.plan.precision == "float32",
         )
 
     @property
@@ -98,11 +96,14 @@ class Estimate:
             return None
         if self.compiled_piece_names:
             return accuracy.recorded_accuracy(self.chip_kind, is_compiled=True)
+        return accuracy.held_out_accuracy(self.chip_kind, self._step_kind)
+
+    @property
+    def _step_kind(self) -> accuracy.StepKind:
+        """The kind of the step, by which errors are recorded."""
         if self.plan.pipeline is not None:
-            step_kind = accuracy.pipelined_kind(self.chip_kind, is_float32=self.plan.precision == "float32")
-        else:
-            step_kind = "usual" if self.is_usual else "any"
-        return accuracy.held_out_accuracy(self.chip_kind, step_kind)
+            return "asynchronous" if self.plan.asynchronous else "pipelined"
+        return "usual" if self.is_usual else "any"
 
     @property
     def device_bytes(self) -> int:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 from jaxscale.compiler.described import abstract_device, lacks_memories, lower_for
+from jaxscale.compiler.gpu_target import hides_latency
 from jaxscale.planning import accuracy
 from jaxscale.planning.fusion import Compiler, has_rings
 from jaxscale.platforms.compiler_options import NO_RINGS, WINDOWED_EINSUM_THRESHOLD
@@ -17,8 +18,9 @@ from jaxscale.programs.late import with_late_gradients
 from jaxscale.programs.looped import with_looped_copies
 from jaxscale.programs.placements import Placements, place
 from jaxscale.programs.repeated import with_repeated_scores
-from jaxscale.programs.retiled import with_retiled_weights
+from jaxscale.programs.retiled import with_retiled_pools, with_retiled_weights
 from jaxscale.programs.rounded import with_entered_copies, with_rounded_copies
+from jaxscale.programs.rounded_pools import with_rounded_pools
 from jaxscale.programs.tiles import prescribed_tiles
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
@@ -90,13 +92,15 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
     step.check_kernels()
     program = flatten(jaxpr)
     if platform.chip.kind == "gpu":
-        program = with_late_gradients(program, in_layers=True)
+        program = with_late_gradients(program, in_layers=True) if hides_latency(platform.chip) else program
     elif platform.chip.kind == "tpu":
         if step.plan.zero in (1, 2):
             program = with_entered_copies(with_looped_copies(program))
         elif step.plan.zero == 0:
             program = with_entered_copies(with_rounded_copies(program), "bfloat16")
-        program = with_retiled_weights(program) if platform.chip.name == "7x" else program
+        retiles_weights = platform.chip.name == "7x"
+        program = with_retiled_pools(with_rounded_pools(program), retiles_weights=retiles_weights)
+        program = with_retiled_weights(program) if retiles_weights else program
         program = with_repeated_scores(program) if platform.chip.name == "v6e" else program
         if _has_ring_gradients(step, platform):
             program = with_late_gradients(program)

@@ -7,12 +7,12 @@ the gradient sooner and the blocks hide its messages. The logits, or the gradien
 stay alive until then. Programs differ in which of these arrays stays alive and in how many steps are late. This module
 assumes that the logits, which are larger, stay alive. Left out: rings that XLA finishes before the blocks.
 
-XLA's latency-hiding scheduler for GPUs orders operations from the last to the first. An operation is ready when all its
-readers are placed. Gradients of weights are therefore placed first, that is, late in the program, and their operands
-stay alive until then. A loop over layers limits this to the layer, whose gradients are computed at the end of its
-backward pass; blocks outside of loops have no such limit. A sum over rows, such as the gradient of a bias, is computed
-with the operation that reads the same array. Left out: the order of a program that would not fit, in which the
-scheduler saves memory instead.
+XLA's latency-hiding scheduler for GPUs of compute capability 9.0 and more orders operations from the last to the first.
+An operation is ready when all its readers are placed. Gradients of weights are therefore placed first, that is, late in
+the program, and their operands stay alive until then. A loop over layers limits this to the layer, whose gradients are
+computed at the end of its backward pass; blocks outside of loops have no such limit. A sum over rows, such as the
+gradient of a bias, is computed with the operation that reads the same array. Left out: the order of a program that
+would not fit, in which the scheduler saves memory instead.
 
 On TPU slices with a two-dimensional topology, XLA does the same with blocks outside of loops that keep all values or
 the results of their products, but not with convolutions. One step did so with gradients that are summed around a ring

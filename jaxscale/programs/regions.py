@@ -43,7 +43,7 @@ def in_place_results(operation: Operation, caller_values: Set[int], program: Fla
         return set()
     if operation.kind == "enter" or is_whole_array(operation, program, ELEMENT_PRESERVING):
         return set(operation.outputs) if operation.inputs[0] in caller_values else set()
-    if _is_tick_loop(operation):  # of an asynchronous step, which also receives and returns the messages in transit
+    if is_tick_loop(operation):  # of an asynchronous step, which also receives and returns the messages in transit
         results_and_initial_values = zip(operation.outputs, carries(operation), strict=False)
         return {result for result, operand in results_and_initial_values if operand in caller_values}
     if operation.kind == "dynamic_update_slice":
@@ -81,10 +81,10 @@ def is_whole_array(operation: Operation, program: FlatProgram, kinds: Sequence[s
 
 def tick_loops(program: FlatProgram) -> list[Operation]:
     """Return the loops over ticks of a pipelined step."""
-    return [operation for operation in program.operations if _is_tick_loop(operation)]
+    return [operation for operation in program.operations if is_tick_loop(operation)]
 
 
-def _is_tick_loop(operation: Operation) -> bool:
+def is_tick_loop(operation: Operation) -> bool:
     """Return whether an operation is a loop over ticks: a loop over branches within a pipelined step."""
     body = operation.loop_body if PIPE in operation.manual_axes else None
     return body is not None and any(body_operation.branches for body_operation in body.operations)

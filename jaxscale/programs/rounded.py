@@ -8,6 +8,7 @@ pipeline, reads bfloat16 copies of the weights.
 
 import dataclasses
 import itertools
+import math
 
 import jax
 
@@ -31,16 +32,21 @@ def is_rounded(value: int, program: FlatProgram) -> bool:
     if str(getattr(program.avals[value], "dtype", "")) != "float32" or value in program.outputs:
         return False
     readers = [program.operations[index] for index in program.readers.get(value, ())]
-    return bool(readers) and all(_is_rounding(reader, value, program) for reader in readers)
+    return bool(readers) and all(is_rounding(reader, value, program) for reader in readers)
 
 
-def _is_rounding(reader: Operation, value: int, program: FlatProgram) -> bool:
+def is_rounding(reader: Operation, value: int, program: FlatProgram) -> bool:
     """Return whether a reader rounds a value: it is, or leads only to, matrix products of default precision."""
     if reader.kind in FORMULAS:
         precision = reader.params.get("precision")
         precisions = precision if isinstance(precision, tuple) else (precision,)
         return all(entry in (None, jax.lax.Precision.DEFAULT) for entry in precisions)
-    if reader.kind in (*VIEWS, "dynamic_slice", "transpose", RETILE):
+    if reader.kind == "dynamic_update_slice":  # a pool in bfloat16 (`rounded_pools`)
+        return value == reader.inputs[1] and str(program.avals[reader.outputs[0]].dtype) == "bfloat16"
+    adds_dims = reader.kind == "broadcast_in_dim" and _element_count(reader.outputs[0], program) == _element_count(
+        value, program
+    )
+    if adds_dims or reader.kind in (*VIEWS, "dynamic_slice", "transpose", RETILE):
         # a barrier has a result for each operand; the other operands of a slice are indices
         results = [reader.outputs[index] for index, operand in enumerate(reader.inputs) if operand == value]
         return all(is_rounded(result, program) for result in results)
@@ -64,6 +70,11 @@ def _is_rounding(reader: Operation, value: int, program: FlatProgram) -> bool:
     return value not in state_values and all(is_rounded(inner_value, body) for inner_value in inner_values)
 
 
+def _element_count(value: int, program: FlatProgram) -> int:
+    """Return the number of elements of a value."""
+    return math.prod(program.avals[value].shape)
+
+
 def with_rounded_copies(program: FlatProgram) -> FlatProgram:
     """Return a program that copies large float32 inputs to bfloat16 before a loop with both passes.
 
@@ -84,7 +95,7 @@ def with_rounded_copies(program: FlatProgram) -> FlatProgram:
 
     def is_rounded_copy(value: int, loop: Operation) -> bool:
         """Return whether a value is a large float32 array that only matrix products of the loop read."""
-        return is_large_float32(program.avals[value]) and _is_rounding(loop, value, program)
+        return is_large_float32(program.avals[value]) and is_rounding(loop, value, program)
 
     return with_copied_inputs(program, is_rounded_copy, "bfloat16")
 

@@ -27,8 +27,9 @@ def test_the_recorded_estimates(kind, compiled, median, worst):
         ("tpu", "any", accuracy.MARGIN),
         ("gpu", "any", accuracy.MARGIN),
         ("tpu", "usual", accuracy.NARROW_MARGIN),
-        ("tpu", "pipelined", accuracy.PIPELINED_MARGIN),
+        ("tpu", "pipelined", accuracy.MARGIN),
         ("gpu", "pipelined", accuracy.MARGIN),
+        ("tpu", "asynchronous", accuracy.ASYNCHRONOUS_MARGIN),
     ],
 )
 def test_errors_on_cases_that_nothing_was_fitted_on_are_within_the_margin(kind, step_kind, margin):
@@ -40,19 +41,12 @@ def test_errors_on_cases_that_nothing_was_fitted_on_are_within_the_margin(kind, 
     assert "train steps that nothing was fitted on were off by" in str(held_out)
 
 
-def test_two_errors_are_too_few_for_a_margin():
-    held_out = accuracy.held_out_accuracy("tpu", "pipelined float32")
-    assert held_out is not None
-    assert held_out.programs < accuracy.LEAST_PROGRAMS
-    assert held_out.worst < accuracy.WIDE_MARGIN
-    assert accuracy.pipelined_kind("gpu", is_float32=True) == accuracy.pipelined_kind("tpu", is_float32=False)
-
-
 def test_what_was_not_recorded():
     assert accuracy.recorded_accuracy("cpu") is None
     assert accuracy.held_out_accuracy("cpu") is None
     assert accuracy.factors(Platform.parse("cpu").chip) == accuracy.Factors()
-    assert accuracy.margin("cpu", is_pipelined=True) == accuracy.WIDE_MARGIN
+    assert accuracy.held_out_accuracy("gpu", "asynchronous") is None
+    assert accuracy.margin("cpu", "pipelined") == accuracy.margin("gpu", "asynchronous") == accuracy.WIDE_MARGIN
 
 
 def test_a_chip_may_have_factors_of_its_own():
@@ -93,10 +87,8 @@ def test_a_step_is_usual_only_if_it_is_like_those_that_were_recorded(chip, field
 
 def test_each_kind_of_step_has_its_margin():
     assert accuracy.margin("tpu") == accuracy.margin("gpu") == accuracy.MARGIN
-    assert accuracy.margin("tpu", is_usual_step=True) == accuracy.NARROW_MARGIN
-    assert accuracy.margin("tpu", is_usual_step=True, is_compiled=True) == accuracy.NEARER_MARGIN
-    assert accuracy.margin("tpu", is_usual_step=True, is_partly_trained=True) == accuracy.WIDE_MARGIN
-    assert accuracy.margin("tpu", is_pipelined=True) == accuracy.PIPELINED_MARGIN
-    assert accuracy.margin("tpu", is_pipelined=True, is_float32=True) == accuracy.WIDE_MARGIN
-    assert accuracy.margin("gpu", is_pipelined=True, is_float32=True) == accuracy.MARGIN
-    assert accuracy.margin("tpu", is_float32=True) == accuracy.MARGIN
+    assert accuracy.margin("tpu", "usual") == accuracy.NARROW_MARGIN
+    assert accuracy.margin("tpu", "usual", is_compiled=True) == accuracy.NEARER_MARGIN
+    assert accuracy.margin("tpu", "usual", is_partly_trained=True) == accuracy.WIDE_MARGIN
+    assert accuracy.margin("tpu", "pipelined") == accuracy.margin("gpu", "pipelined") == accuracy.MARGIN
+    assert accuracy.margin("tpu", "asynchronous") == accuracy.ASYNCHRONOUS_MARGIN

@@ -59,6 +59,7 @@ class Images:
         ("tpu v5e:2x2", Plan(mesh="fsdp:4", zero=2, microbatches=2), False),
         ("tpu v5p:2x2x1", Plan(mesh="fsdp:4", zero=2), False),
         ("gpu h100 x 4", Plan(mesh="fsdp:4", zero=1), True),
+        ("gpu a100-80 x 4", Plan(mesh="fsdp:4", zero=1), False),
     ],
 )
 def test_gradients_of_blocks_outside_of_loops_come_last_where_the_compiler_delays_them(platform, plan, late):

@@ -3,13 +3,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.planning.fusion import Compiler
 from jaxscale.planning.timeline import timeline
 from jaxscale.programs.flat import flatten
 from jaxscale.programs.placements import place
-from jaxscale.programs.retiled import with_retiled_weights
+from jaxscale.programs.retiled import with_retiled_pools, with_retiled_weights
 
 LAYERS, WIDTH = 3, 256
 STACK_BYTES = LAYERS * WIDTH * WIDTH * 2
@@ -102,3 +102,40 @@ def test_weights_that_are_whole_are_copied_once_for_both_passes():
     loops = [operation for operation in retiled.operations if operation.loop_body is not None]
     (copy,) = (operation.outputs[0] for operation in retiled.operations if operation.kind == "retile")
     assert all(copy in loop.inputs for loop in loops)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "retiles_weights", "copies"),
+    [
+        ((4, 16, 197, 256), "bfloat16", False, 1),  # tiles along the rows need no padding, and tokens do
+        ((4, 16, 192, 256), "bfloat16", False, 0),
+        ((4, 16, 192, 256), "bfloat16", True, 1),
+        ((4, 16, 192, 256), "float32", True, 0),
+        ((4, 2, 3), "float32", False, 0),  # small
+    ],
+)
+def test_the_ticks_of_a_pipeline_copy_arguments_whose_layout_is_not_row_major(shape, dtype, retiles_weights, copies):
+    def body(pool, x):
+        def tick(state, turn):
+            branches = [lambda pool, x: (pool, x), lambda pool, x: (pool.at[turn % 4].set(x), x + 1)]
+            return jax.lax.switch(turn % 2, branches, *state), None
+
+        fresh_pool = jnp.zeros_like(pool[0])  # computed, not an argument
+        (pool, _), _ = jax.lax.scan(tick, (pool[0], x), jnp.arange(4))
+        (other_pool, _), _ = jax.lax.scan(tick, (fresh_pool, x), jnp.arange(4))
+        return pool[None], other_pool[None]
+
+    mesh = AbstractMesh((2,), ("pipe",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("pipe")
+    run = jax.shard_map(
+        body, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, axis_names={"pipe"}, check_vma=False
+    )
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, *shape), shape[1:])]
+    program = flatten(jax.make_jaxpr(run)(*arguments))
+    retiled = with_retiled_pools(program, retiles_weights=retiles_weights)
+    copied = [operation for operation in retiled.operations if operation.kind == "retile"]
+    loops = [operation for operation in retiled.operations if operation.loop_body is not None]
+    pools = [operation for operation in copied if retiled.avals[operation.outputs[0]].shape == shape]
+    assert len(pools) == copies
+    assert all(operation.outputs[0] in loops[0].inputs for operation in pools)
+    assert (retiled is program) == (not copied)

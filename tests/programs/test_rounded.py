@@ -28,6 +28,8 @@ def flat(fn, *args):
             True,
         ),
         (lambda y, x: jax.lax.optimization_barrier((x, y))[1] @ x, True),
+        (lambda y, x: jnp.broadcast_to(y, (1, 32, 32)) @ x, True),
+        (lambda y, x: jnp.broadcast_to(y, (4, 32, 32)) @ x, False),  # a larger array, which is computed in float32
         (lambda y, x: (pair := jax.lax.optimization_barrier((x, y)), pair[0] @ x, pair[1])[1:], False),
         (lambda y, x: jnp.matmul(y, x, precision="highest"), False),  # three passes have all bits
         (lambda y, x: y @ x + y, False),
