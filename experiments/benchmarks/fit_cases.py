@@ -10,25 +10,31 @@ A case is one value of each factor: a model, a platform, a mesh, a ZeRO stage, a
 and a number format. The cases are chosen greedily: each is the valid one, out of `CANDIDATES` drawn at random, that
 covers the most pairs of values that no earlier case has. These are the designs:
 
-small   models of 2 to 6 layers, most of whose steps need less than 1 GiB.
-sized   models from ResNet-50 to 3 billion parameters. A candidate counts if its estimate is between `LEAST_BYTES` and
-        the chip's memory, where an error decides whether a step fits.
-later   the same with another seed, compiled after rules had been read off the other two.
-latest  the same with a third seed, compiled after rules had been read off "later" as well.
-newest  24 more steps, compiled after rules had been read off two steps of "latest": 15 further ones of the seed of
-        "later", and 9 of a fourth seed.
-unseen  24 steps of a fifth seed, compiled after rules had been read off "newest".
-pipelined         pipelined steps, by nine schedules.
-later pipelined   the same with another seed, compiled after a rule had been read off "pipelined".
-unseen pipelined  the same with a third seed, compiled after two more rules.
-unseen usual      steps on v5e, v5p and v6e in bfloat16 with another seed, for the margin that `fit` states for them.
-unseen 7x         the same on 7x, compiled after the packing factor of that chip had been fitted.
-newest pipelined  pipelined steps on TPU with a fourth seed, compiled after a rule had been read off a step of
-                  "unseen pipelined".
-unseen pipelined TPU  the same with a fifth seed, compiled after a rule had been read off a step of "newest pipelined".
+small: models of 2 to 6 layers, most of whose steps need less than 1 GiB.
+sized: models from ResNet-50 to 3 billion parameters. A candidate counts if its estimate is between `LEAST_BYTES` and
+    the chip's memory, where an error decides whether a step fits.
+later: the same with another seed, compiled after rules had been read off the other two.
+latest: the same with a third seed, compiled after rules had been read off "later" as well.
+newest: 24 more steps, compiled after rules had been read off two steps of "latest": 15 further ones of the seed of
+    "later", and 9 of a fourth seed.
+unseen: 24 steps of a fifth seed, compiled after rules had been read off "newest".
+pipelined: pipelined steps, by nine schedules.
+later pipelined: the same with another seed, compiled after a rule had been read off "pipelined".
+unseen pipelined: the same with a third seed, compiled after two more rules.
+unseen usual: steps on v5e, v5p and v6e in bfloat16 with another seed, for the margin that `fit` states for them.
+unseen 7x: the same on 7x, compiled after the packing factor of that chip had been fitted.
+newest pipelined: pipelined steps on TPU with a fourth seed, compiled after a rule had been read off a step of "unseen
+    pipelined".
+unseen pipelined TPU: the same with a fifth seed, compiled after a rule had been read off a step of "newest pipelined".
+float32 pipelined: pipelined steps in float32 on TPU, with a sixth seed.
+other models: models and machines that are in no design above.
+other models pipelined: pipelined steps of these models.
+asynchronous: asynchronous pipelines, compiled after rules had been read off a step of the design above, and off three
+    other steps.
+more other models: the same as "other models" with another seed, compiled after a rule had been read off one of these.
 
 If a rule is read off a case of a held-out design after all, its row holds the error of before (`error_before`), and
-that error counts. `fit` prints the figures of the unseen designs, on whose cases nothing was fitted.
+that error counts, and so does today's for the margins that `fit` states. `fit` prints the figures of `UNSEEN`.
 
 Recording needs libtpu and the CUDA plugin (extras aot-tpu and aot-gpu), and about 45 s of one core per case.
 
@@ -131,6 +137,39 @@ TPU_PIPELINED_FACTORS = PIPELINED_FACTORS | {
 }
 """The values of each factor of the designs "newest pipelined" and "unseen pipelined TPU"."""
 
+FLOAT32_PIPELINED_FACTORS = TPU_PIPELINED_FACTORS | {"format": ("precision=float32",)}
+"""The values of each factor of the design "float32 pipelined"."""
+
+OTHER_FACTORS = SIZED_FACTORS | {
+    "model": ("gemma_2b", "qwen_7b", "gpt2_xl", "vit_huge", "resnet152", "plain_wide", "experts_many"),
+    "platform": (
+        "tpu v4:2x2x2", "tpu v5e:4x8", "tpu v5p:2x2x2", "tpu v5p:2x2x4", "tpu v6e:4x4", "tpu v6e:4x8", "tpu 7x:2x2x4",
+        "gpu a100-80 x 8", "gpu h100 x 16", "gpu h200 x 4", "gpu b200 x 4",
+    ),
+}  # fmt: skip
+"""The values of each factor of the design "other models": no model or machine is one of the designs' above."""
+
+OTHER_PIPELINED_FACTORS = PIPELINED_FACTORS | {
+    "model": ("gemma_2b", "qwen_7b", "gpt2_xl", "vit_huge", "experts_many"),
+    "platform": (
+        "tpu v4:2x2x2", "tpu v5e:4x4", "tpu v5p:2x2x2", "tpu v6e:4x4", "tpu 7x:2x2x2", "tpu v5p:2x2x4", "tpu v6e:2x2",
+        "gpu a100-80 x 8", "gpu h200 x 8",
+    ),
+}  # fmt: skip
+"""The values of each factor of the design "other models pipelined"."""
+
+ASYNCHRONOUS_FACTORS = PIPELINED_FACTORS | {
+    "model": ("vit_large", "vit_huge", "qwen_7b"),
+    "platform": (
+        "tpu v4:2x2x2", "tpu v5e:2x4", "tpu v5e:4x4", "tpu v5p:2x2x2", "tpu v6e:2x4", "tpu v6e:4x4", "tpu 7x:2x2x2",
+        "gpu h100 x 8",
+    ),
+    "pipeline": ("2bw:2x4", "2bw:4x8", "pipedream:2", "pipemare:2"),
+    "mesh": ("data", "data,tensor:2", "fsdp", "fsdp,tensor:2"),
+    "zero": ("0", "1"),
+}  # fmt: skip
+"""The values of each factor of the design "asynchronous"; these models have no weight that several stages read."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -226,17 +265,18 @@ DESIGNS = {
     "unseen 7x": Design(USUAL_7X_FACTORS, 2035, 10),
     "newest pipelined": Design(TPU_PIPELINED_FACTORS, 2036, 10),
     "unseen pipelined TPU": Design(TPU_PIPELINED_FACTORS, 2037, 10),
+    "float32 pipelined": Design(FLOAT32_PIPELINED_FACTORS, 2038, 10),
+    "other models": Design(OTHER_FACTORS, 2040, 24),
+    "other models pipelined": Design(OTHER_PIPELINED_FACTORS, 2041, 16),
+    "asynchronous": Design(ASYNCHRONOUS_FACTORS, 2042, 12),
+    "more other models": Design(OTHER_FACTORS, 2043, 18),
 }
-HELD_OUT = {
-    ("held out", "tpu"): "unseen",
-    ("held out", "gpu"): "unseen",
-    ("held out, usual", "tpu"): "unseen usual",
-    ("held out, pipelined", "tpu"): "unseen pipelined TPU",
-    ("held out, pipelined", "gpu"): "unseen pipelined",
-    ("held out, pipelined float32", "tpu"): "unseen pipelined TPU",
-}
-"""By section of `accuracy.json` and kind of platform, the design on whose cases nothing was fitted. The section for
-float32 has the cases in float32 of its design, and the other section of the design the rest."""
+UNSEEN = (
+    "unseen", "unseen usual", "unseen 7x", "unseen pipelined", "unseen pipelined TPU", "float32 pipelined",
+    "other models", "other models pipelined", "asynchronous", "more other models",
+)  # fmt: skip
+"""The designs on whose cases nothing had been fitted when they were compiled. `fit` prints their errors by the kind of
+step (`accuracy.StepKind`) and of platform."""
 PACKED_CHIPS = ("7x",)
 """Chips with a packing factor of their own, which is fitted to the recorded steps of `PACKED_DESIGNS`."""
 PACKED_DESIGNS = ("sized", "later", "latest", "newest")
@@ -300,17 +340,9 @@ def estimate_of(case: Case) -> Estimate:
     return of_step(described_step(experiment, platform), batch_shapes(experiment), platform)
 
 
-def relative_error(case: Case, device_bytes: int) -> float:
-    """Return by how much the estimate of a case is too high, as a share of the bytes that the compiler reports."""
-    return estimate_of(case).device_bytes / device_bytes - 1
-
-
-def is_held_out(case: Case, design_name: str, section: str, kind: str) -> bool:
-    """Return whether a case of a design counts for a section of `accuracy.json` and a kind of platform."""
-    if HELD_OUT[section, kind] != design_name or not case.platform.startswith(kind):
-        return False
-    has_float32_section = design_name == HELD_OUT.get(("held out, pipelined float32", kind))
-    return not has_float32_section or ("float32" in case.fields) == section.endswith("float32")
+def relative_error(estimate: Estimate, device_bytes: int) -> float:
+    """Return by how much an estimate is too high, as a share of the bytes that the compiler reports."""
+    return estimate.device_bytes / device_bytes - 1
 
 
 def figures_of(errors: Sequence[float], which: str) -> list[Figure]:
@@ -361,32 +393,35 @@ def main() -> None:
         fit_packing(rows)
         return
     cases_by_design = {name: [case for case, row in rows.items() if row["design"] == name] for name in DESIGNS}
-    error_by_case: dict[Case, float] = {}
     figures = []
+    # by kind of step and of platform, the error that counts and the error of today
+    errors_by_kinds: dict[tuple[accuracy.StepKind, str], list[tuple[float, float]]] = collections.defaultdict(list)
     for which, cases in cases_by_design.items():
+        errors = []
         for case in cases[: 1 if args.tiny else None]:
-            error = relative_error(case, rows[case]["device"])
-            error_by_case[case] = rows[case].get("error_before", error)
-            before = f"  ({error_by_case[case]:+.1%} before its rule)" if "error_before" in rows[case] else ""
+            estimate = estimate_of(case)
+            error = relative_error(estimate, rows[case]["device"])
+            errors.append(rows[case].get("error_before", error))
+            before = f"  ({errors[-1]:+.1%} before its rule)" if "error_before" in rows[case] else ""
             print(f"{error:+8.1%}  {which:16}  {case.name}{before}", flush=True)
-        errors = [error_by_case[case] for case in cases if case in error_by_case]
+            if which in UNSEEN:
+                errors_by_kinds[estimate.step_kind, estimate.chip_kind].append((errors[-1], error))
         figures += figures_of(errors, which) if errors else []
     sections = json.loads(accuracy.FILE.read_text())
     sections = {name: section for name, section in sections.items() if not name.startswith("held out")}
-    for section, kind in HELD_OUT:
-        errors = [
-            error for case, error in error_by_case.items() if is_held_out(case, rows[case]["design"], section, kind)
-        ]
-        if not errors:  # with --tiny
-            continue
+    for (step_kind, kind), pairs in sorted(errors_by_kinds.items()):
+        errors, errors_today = zip(*pairs, strict=True)
+        section = "held out" if step_kind == "any" else f"held out, {step_kind}"
         figures += figures_of(errors, f"{section}, {kind}")
-        if section == "held out, usual":
-            beyond_margin = sum(abs(error) > accuracy.NARROW_MARGIN for error in errors)
-            figures.append(Figure(f"beyond the margin, {section}, {kind}", beyond_margin, "programs", 0))
+        margin = accuracy.margin(kind, step_kind)
+        beyond_count = sum(abs(error) > margin for error in errors_today)
+        figures.append(Figure(f"beyond the margin today, {section}, {kind}", beyond_count, "programs", 0))
+        worst, worst_today = (max(map(abs, values)) for values in (errors, errors_today))
         sections.setdefault(section, {})[kind] = {
             "programs": len(errors),
             "median": statistics.median(map(abs, errors)),
-            "worst": max(map(abs, errors)),
+            "worst": worst,
+            "worst_today": None if worst_today >= worst else worst_today,
         }
     show(figures, "Estimates of drawn train steps against their compilers")
     if args.write and not args.tiny:

@@ -430,7 +430,7 @@ def _choose_maps(
         map_name = map_by_field.get(field_name)
         if is_exact or map_name is None or leaf.shape != shape or re.search(policy.skip, path_name(owner_path)):
             return None
-        local_shape = _local_shape(shape, sharding_or_shape)  # without the first dim if that is over stages
+        local_shape = _local_shape(shape, sharding_or_shape)  # that of one of the copies on an asynchronous pipeline
         if len(local_shape) - is_stacked < 2 or math.prod(shape) < policy.least:
             return None
         return map_name, block_of(local_shape[-2], policy.block or max_block)

@@ -60,7 +60,7 @@ class Estimate:
             one replica.
         kernels: the implementation of each kernel in the traced program.
         is_partly_trained: whether some parameters are not trained; no errors are recorded for such estimates.
-        is_usual: whether the step is of the kind whose recorded errors are smallest.
+        step_kind: kind of the step, by which errors are recorded.
         chip_kind: kind of the platform's chips: "tpu", "gpu" or "cpu".
     """
 
@@ -76,7 +76,7 @@ class Estimate:
     slow_axis_traffic: Traffic | None = None
     kernels: tuple[KernelChoice, ...] = ()
     is_partly_trained: bool = False
-    is_usual: bool = False
+    step_kind: accuracy.StepKind = "any"
     chip_kind: str = "cpu"
 
     @property
@@ -84,7 +84,7 @@ class Estimate:
         """The least difference between estimate and limit that decides whether a step fits, as a share of the limit."""
         return accuracy.margin(
             self.chip_kind,
-            self._step_kind,
+            self.step_kind,
             is_compiled=bool(self.compiled_piece_names),
             is_partly_trained=self.is_partly_trained,
         )
@@ -96,14 +96,7 @@ class Estimate:
             return None
         if self.compiled_piece_names:
             return accuracy.recorded_accuracy(self.chip_kind, is_compiled=True)
-        return accuracy.held_out_accuracy(self.chip_kind, self._step_kind)
-
-    @property
-    def _step_kind(self) -> accuracy.StepKind:
-        """The kind of the step, by which errors are recorded."""
-        if self.plan.pipeline is not None:
-            return "asynchronous" if self.plan.asynchronous else "pipelined"
-        return "usual" if self.is_usual else "any"
+        return accuracy.held_out_accuracy(self.chip_kind, self.step_kind)
 
     @property
     def device_bytes(self) -> int:
@@ -216,8 +209,13 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
     if platform.chip.kind != "cpu":
         # a checkpoint is copied to the host and written in the background
         host_bytes_by_kind["checkpoint"] = sum(item.bytes for item in device_items + host_items if item.kind != "batch")
-    is_usual = accuracy.is_usual(
-        platform.chip, step.plan, step.experiment.optimizer, has_looped_blocks=bool(bytes_by_piece)
+    windows = getattr(step.experiment.model, "windows", (None,))
+    step_kind = accuracy.kind_of(
+        platform.chip,
+        step.plan,
+        step.experiment.optimizer,
+        slices=platform.slices,
+        has_regular_blocks=bool(bytes_by_piece) and len(set(windows)) == 1,
     )
     return Estimate(
         plan=step.plan,
@@ -232,7 +230,7 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
         slow_axis_traffic=slow_axis_traffic(step, platform),
         kernels=step.kernels,
         is_partly_trained=step.experiment.train is not None,
-        is_usual=is_usual and platform.slices == 1,
+        step_kind=step_kind,
         chip_kind=platform.chip.kind,
     )
 

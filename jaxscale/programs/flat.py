@@ -173,7 +173,8 @@ class _Flattener:
         input_numbers = self._new_values(opened_jaxpr.invars)
         result_atoms = self._append_equations(opened_jaxpr, [*self.constants, *input_numbers], is_backward=False)
         output_numbers = tuple(_value_number(atom) for atom in result_atoms)
-        operations, _ = live_steps(self.operations, output_numbers)
+        # a kernel that writes to references has no results
+        operations, _ = live_steps(self.operations, output_numbers, lambda operation: not operation.outputs)
         return FlatProgram((*input_numbers, *self.constants), output_numbers, operations, self.avals, self.names)
 
     def _new_values(self, variables: Sequence[Any]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxscale.programs.flat import FlatProgram, Operation, carries, loop_parts
+from jaxscale.programs.flat import VIEWS, FlatProgram, Operation, carries, loop_parts
 from jaxscale.programs.looped import is_large_float32
 from jaxscale.programs.regions import is_tick_loop
 from jaxscale.programs.rounded import is_rounded, is_rounding
@@ -38,19 +38,17 @@ def with_rounded_pools(program: FlatProgram) -> FlatProgram:
     for index, operation in enumerate(operations):
         if not is_tick_loop(operation):
             continue
-        initial_values = carries(operation)
-        for state_index, initial_value in enumerate(initial_values):
+        for state_index, initial_value in enumerate(carries(operation)):
             body = operation.loop_body
             assert body is not None
             final_value = operation.outputs[state_index]
             state_value = body.inputs[len(loop_parts(operation, operation.inputs)[0]) + state_index]
-            is_private = initial_value not in program.inputs and not program.readers.get(final_value)
-            if not is_private or final_value in program.outputs or not is_large_float32(body.avals[state_value]):
+            if not is_large_float32(body.avals[state_value]) or not _is_private(initial_value, final_value, program):
                 continue
-            rounded = _with_rounded_pool(body, state_value)
-            if rounded is None or rounded[1] != {state_index}:
+            body_and_positions = _with_rounded_pool(body, state_value)
+            if body_and_positions is None or body_and_positions[1] != {state_index}:
                 continue
-            operation = dataclasses.replace(operation, loop_body=rounded[0])
+            operation = dataclasses.replace(operation, loop_body=body_and_positions[0])
             for value in (initial_value, final_value):
                 if value is not None:
                     avals[value] = _in_bfloat16(avals[value])
@@ -58,6 +56,23 @@ def with_rounded_pools(program: FlatProgram) -> FlatProgram:
     if all(new is old for new, old in zip(operations, program.operations, strict=True)):
         return program
     return dataclasses.replace(program, operations=operations, avals=avals)
+
+
+def _is_private(initial_value: int | None, final_value: int, program: FlatProgram) -> bool:
+    """Return whether only the loop reads a state's initial value, which is not an argument, and nothing its final one.
+
+    An argument in flight of an asynchronous pipeline enters the loop through views.
+    """
+    if program.readers.get(final_value) or final_value in program.outputs:
+        return False
+    if initial_value is None:
+        return True
+    source_value: int | None = initial_value
+    operation_by_result = {value: operation for operation in program.operations for value in operation.outputs}
+    while source_value in operation_by_result and operation_by_result[source_value].kind in VIEWS:
+        source_value = operation_by_result[source_value].inputs[0]
+    is_read_once = len(program.readers[initial_value]) == 1 and initial_value not in program.outputs
+    return is_read_once and source_value not in program.inputs
 
 
 def _in_bfloat16(aval: Any) -> jax.ShapeDtypeStruct:
@@ -85,10 +100,10 @@ def _with_rounded_pool(program: FlatProgram, pool: int) -> tuple[FlatProgram, Se
                 return None
             versions.update(operation.outputs)
         elif operation.branches and operation.inputs[0] not in versions:
-            rounded = _with_rounded_branches(operation, versions)
-            if rounded is None:
+            operation_and_positions = _with_rounded_branches(operation, versions)
+            if operation_and_positions is None:
                 return None
-            operations[index], positions = rounded
+            operations[index], positions = operation_and_positions
             versions.update(operation.outputs[position] for position in positions)
         elif not all(is_rounding(operation, value, program) for value in versions.intersection(operation.inputs)):
             return None
@@ -106,10 +121,10 @@ def _with_rounded_branches(operation: Operation, versions: Set[int]) -> tuple[Op
     for branch in operation.branches:
         positions: Set[int] = set()
         for operand_position in operand_positions:
-            rounded = _with_rounded_pool(branch, branch.inputs[operand_position])
-            if rounded is None:
+            branch_and_positions = _with_rounded_pool(branch, branch.inputs[operand_position])
+            if branch_and_positions is None:
                 return None
-            branch, branch_positions = rounded
+            branch, branch_positions = branch_and_positions
             positions |= branch_positions
         branches.append(branch)
         positions_by_branch.append(positions)
@@ -129,13 +144,30 @@ def _with_rounded_sources(program: FlatProgram) -> FlatProgram:
 
 def _with_rounded_results(operation: Operation, program: FlatProgram) -> Operation:
     """Return a `cond` whose branches compute in bfloat16 the results of which all readers round."""
-    positions = [position for position, value in enumerate(operation.outputs) if is_rounded(value, program)]
+    positions = {position for position, value in enumerate(operation.outputs) if is_rounded(value, program)}
     branches = []
     for branch in operation.branches:
-        outputs = (branch.outputs[position] for position in positions)
-        values = {value for value in outputs if value is not None and value not in branch.inputs}
-        avals = branch.avals | {
-            value: _in_bfloat16(branch.avals[value]) for value in values if is_large_float32(branch.avals[value])
-        }
+        avals = dict(branch.avals)
+        for position in positions:
+            value = branch.outputs[position]
+            if value is not None and _is_rounded_result(value, positions, branch):
+                avals[value] = _in_bfloat16(avals[value])
         branches.append(dataclasses.replace(branch, avals=avals))
     return dataclasses.replace(operation, branches=tuple(branches))
+
+
+def _is_rounded_result(value: int, positions: Set[int], branch: FlatProgram) -> bool:
+    """Return whether a large float32 value of a branch is used in bfloat16 alone.
+
+    Args:
+        value: value that the branch computes.
+        positions: positions of the results that the branch may return in bfloat16.
+        branch: program of the branch.
+    """
+    readers = [branch.operations[index] for index in branch.readers.get(value, ())]
+    return (
+        value not in branch.inputs
+        and is_large_float32(branch.avals[value])
+        and all(position in positions for position, output in enumerate(branch.outputs) if output == value)
+        and all(is_rounding(reader, value, branch) for reader in readers)
+    )

@@ -12,7 +12,7 @@ from jaxscale.models.resnet import ResNet
 from jaxscale.planning.program import described_step, lowered_step, traced_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
-from jaxscale.recipe.plan import OffloadPlan, Plan
+from jaxscale.recipe.plan import OffloadPlan, Plan, StatePlan
 from jaxscale.state.batches import batch_shapes
 from jaxscale.state.layout import local_bytes
 
@@ -78,6 +78,21 @@ def test_gradients_of_blocks_outside_of_loops_come_last_where_the_compiler_delay
     are_weights = [shape[0] in (3, 7) for shape in shapes]  # kernels of 3 x 3 or 7 x 7; activations have 8 or 4 rows
     assert are_weights.count(True) == 5
     assert (are_weights == sorted(are_weights)) == late
+
+
+def test_kernels_that_update_in_place_read_the_gradients():
+    """They write to references and have no results; without them, nothing would place or keep the gradients."""
+    plan = Plan(mesh="fsdp:4", zero=1, precision="bfloat16", state=StatePlan(moments="int8"))
+    model = Decoder(vocab=64, context=16, heads=2, layers=2, embed=128)
+    experiment = Experiment("tiny", model, Tokens(), batch=8, steps=3, plan=plan)
+    platform = Platform.parse("gpu h100 x 4")
+    program = traced_step(described_step(experiment, platform), batch_shapes(experiment), platform).program
+    kernels = [operation for operation in program.operations if not operation.outputs]
+    assert len(kernels) == 7  # four weights of attention and three of the MLP; others stay in float32
+    for kernel in kernels:
+        shapes = [program.avals[value].shape for value in kernel.inputs]
+        assert len(shapes) == 7  # numbers, gradient, weights, and codes and scales of two moments
+        assert shapes[1] == shapes[2]
 
 
 class AttentionBlocks(nnx.Module):

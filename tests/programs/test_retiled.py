@@ -133,9 +133,9 @@ def test_the_ticks_of_a_pipeline_copy_arguments_whose_layout_is_not_row_major(sh
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, *shape), shape[1:])]
     program = flatten(jax.make_jaxpr(run)(*arguments))
     retiled = with_retiled_pools(program, retiles_weights=retiles_weights)
-    copied = [operation for operation in retiled.operations if operation.kind == "retile"]
+    all_copies = [operation for operation in retiled.operations if operation.kind == "retile"]
     loops = [operation for operation in retiled.operations if operation.loop_body is not None]
-    pools = [operation for operation in copied if retiled.avals[operation.outputs[0]].shape == shape]
+    pools = [operation for operation in all_copies if retiled.avals[operation.outputs[0]].shape == shape]
     assert len(pools) == copies
     assert all(operation.outputs[0] in loops[0].inputs for operation in pools)
-    assert (retiled is program) == (not copied)
+    assert (retiled is program) == (not all_copies)

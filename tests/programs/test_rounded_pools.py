@@ -47,22 +47,31 @@ def wait(x, total, pool, turn):
     return x, total, pool
 
 
-def program_of(branches, dtype="float32", returns_pool=False):
+def write_twice(x, total, pool, turn):
+    """Compute a value in a nested branch, write it to a slot, and add it."""
+    value, other = jax.lax.cond(turn > 4, lambda: (y := x @ x, y), lambda: (jnp.sin(x), jnp.cos(x)))
+    return x, total + other, jax.lax.dynamic_update_index_in_dim(pool, value, turn % SLOTS, 0)
+
+
+def program_of(branches, dtype="float32", returns_pool=False, starts_as="zeros"):
     """The program of ticks that run these branches in turns."""
 
-    def run(x):
+    def run(x, argument):
         def tick(state, turn):
             functions = [lambda *state, branch=branch: branch(*state, turn) for branch in branches]
             return jax.lax.switch(turn % len(branches), functions, *state), None
 
-        pool = jnp.zeros((SLOTS, SIZE, SIZE), dtype)
+        pool = argument if starts_as == "argument" else jnp.zeros((SLOTS, SIZE, SIZE), dtype)
+        start = pool.sum() if starts_as == "read" else 0.0
         _, total, pool = jax.lax.scan(tick, (x, jnp.zeros_like(x), pool), jnp.arange(6))[0]
-        return (total, pool) if returns_pool else total
+        return (total, pool) if returns_pool else total + start
 
     mesh = AbstractMesh((2,), ("pipe",), axis_types=(AxisType.Auto,))
     none = PartitionSpec()
     run = jax.shard_map(run, mesh=mesh, in_specs=none, out_specs=none, axis_names={"pipe"}, check_vma=False)
-    return flatten(jax.make_jaxpr(run)(jax.ShapeDtypeStruct((SIZE, SIZE), dtype)))
+    argument_shape = (SLOTS, SIZE, SIZE) if starts_as == "argument" else (1,)
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((SIZE, SIZE), argument_shape)]
+    return flatten(jax.make_jaxpr(run)(*arguments))
 
 
 def pool_types(program):
@@ -97,9 +106,15 @@ def test_a_pool_that_is_returned_or_has_other_types_stays():
     assert with_rounded_pools(program) is program
 
 
+@pytest.mark.parametrize("starts_as", ["argument", "read"])
+def test_a_pool_whose_start_is_an_argument_or_is_read_stays(starts_as):
+    program = program_of([write, multiply], starts_as=starts_as)
+    assert with_rounded_pools(program) is program
+
+
 def test_what_is_written_to_a_rounded_pool_takes_half_where_it_is_computed():
     sizes = []
-    for branches in ([write, multiply], [write, add]):
+    for branches in ([write, multiply], [write, add], [write_twice, multiply]):
         program = with_rounded_pools(program_of(branches))
         (tick_loop,) = (operation for operation in program.operations if operation.loop_body is not None)
         (switch,) = (operation for operation in tick_loop.loop_body.operations if operation.branches)
@@ -107,7 +122,11 @@ def test_what_is_written_to_a_rounded_pool_takes_half_where_it_is_computed():
         (cond,) = (operation for operation in branch.operations if operation.branches)
         compiler = Compiler("all", rounds_operands=True)
         arrays = Arrays(branch, place(branch, [], {"pipe": 2}), compiler)
-        (value,) = cond.outputs
-        inner_types = {str(part.avals[part.outputs[0]].dtype) for part in cond.branches}
+        value = cond.outputs[0]
+        inner_types = [str(part.avals[part.outputs[0]].dtype) for part in cond.branches]
         sizes.append((arrays.array_bytes[value], inner_types))
-    assert sizes == [(SLOT_BYTES // 2, {"bfloat16"}), (SLOT_BYTES, {"float32"})]
+    assert sizes == [
+        (SLOT_BYTES // 2, ["bfloat16", "bfloat16"]),
+        (SLOT_BYTES, ["float32", "float32"]),
+        (SLOT_BYTES // 2, ["bfloat16", "float32"]),  # the second branch, `x @ x`, returns the same array in float32
+    ]
