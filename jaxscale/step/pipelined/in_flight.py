@@ -45,10 +45,10 @@ class InFlight:
         parts of others between steps.
         """
         abstract_flight = jax.eval_shape(self.pipeline.in_flight, layout.abstract)
-        leaves, treedef = jax.tree.flatten(abstract_flight)
+        leaves = jax.tree.leaves(abstract_flight)
         specs = [DEVICE_SPEC] * len(leaves)
         if any(size > 1 and axis not in MANUAL for axis, size in layout.mesh.shape.items()):
-            placements = self._placements_after_step(self._with_flight(layout, treedef.unflatten(leaves), specs))
+            placements = self._placements_after_step(self._with_flight(layout, abstract_flight, specs))
             specs = [
                 _split_spec(leaf.shape, placement, layout.mesh.shape)
                 for leaf, placement in zip(leaves, placements, strict=True)
