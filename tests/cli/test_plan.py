@@ -130,6 +130,7 @@ def test_a_lock_holds_until_the_step_changes(folder, capsys, monkeypatch):
     assert "all-gather over fsdp: 977 KiB in the lock" in shown
     code, shown = check_changed(**more_bytes, versions={"jax": "0.9.0"})
     assert (code, "other.lock holds, with notes" in shown, "the lock by jax 0.9.0" in shown) == (0, True, True)
+    compilation_count = len(reports)
     for fields, message in (
         ({"parameters": 7}, "of a model with 7 parameters"),
         ({"version": 9}, "got lock version 9"),
@@ -138,6 +139,7 @@ def test_a_lock_holds_until_the_step_changes(folder, capsys, monkeypatch):
     ):
         code, shown = check_changed(**fields)
         assert (code, message in shown) == (2, True), shown
+    assert len(reports) == compilation_count  # all of these are found before anything is compiled
     assert main(["check", "prices.json"]) == 2
     assert "expected a lock" in capsys.readouterr().err
 

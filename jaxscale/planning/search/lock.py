@@ -202,7 +202,7 @@ def check_lock(path: str | Path) -> LockCheck:
             changed, or the step does not compile.
     """
     from jaxscale.compiler.compile import compile_report
-    from jaxscale.planning.program import step_recipe
+    from jaxscale.planning.program import described_step, step_recipe
     from jaxscale.platforms.platform import Platform
     from jaxscale.recipe.plan import Plan
     from jaxscale.records.source import load_file
@@ -210,14 +210,16 @@ def check_lock(path: str | Path) -> LockCheck:
     lock, folder = read_lock(path), Path(path).resolve().parent
     experiment, source = load_file(folder / lock.file, lock.variant, lock.overrides)
     plan = from_json(Plan, dict(lock.plan), str(path))
-    report = compile_report(step_recipe(experiment, plan, source.remake), Platform.parse(lock.platform))
-    new_lock = lock_of(experiment, source, plan, lock.platform, report, folder)
-    if new_lock.parameters != lock.parameters:
+    platform, mesh = Platform.parse(lock.platform), plan.mesh
+    assert mesh is not None, "a lock's plan has a mesh"
+    parameter_count = described_step(experiment, platform, plan, mesh.devices).parameters
+    if parameter_count != lock.parameters:  # checked before the step is compiled
         raise UserError(
             f"{path} is the lock of a model with {lock.parameters:,} parameters, but {lock.file} has "
-            f"{new_lock.parameters:,} now; write a new lock with jaxscale plan --lock"
+            f"{parameter_count:,} now; write a new lock with jaxscale plan --lock"
         )
-    return LockCheck(lock, new_lock, str(path))
+    report = compile_report(step_recipe(experiment, plan, source.remake), platform)
+    return LockCheck(lock, lock_of(experiment, source, plan, lock.platform, report, folder), str(path))
 
 
 def _versions_text(version_by_package: Mapping[str, str]) -> str:
