@@ -2,7 +2,7 @@
 
 `TrainState.extra` holds the value of each extra under the extra's name, which is also the prefix of its arrays in a
 checkpoint. There are four extras: the residuals of a codec (`step/exchange.py`), the weights of replicas that train
-alone (`step/replicas.py`), the microbatches in flight of an asynchronous pipeline (`step/pipelined/in_flight.py`),
+alone (`step/replicas.py`), the microbatches in flight of an asynchronous pipeline (`step/pipelined/asynchronous.py`),
 and the average of weights (`state/ema.py`). A plan without a technique ignores the technique's extra in a checkpoint.
 An extra that is missing from a checkpoint starts from its initial value.
 """

@@ -44,9 +44,8 @@ from jaxscale.step.exchange import (
 from jaxscale.step.gradients import Objective, Whole
 from jaxscale.step.host import advance_of, check_host_size, rate_verdict_of
 from jaxscale.step.memory_resolve import decide_memory, depths_of_groups, describe_decision, treatment_of
-from jaxscale.step.pipelined.asynchronous import AsyncPipeline
+from jaxscale.step.pipelined.asynchronous import AsyncPipeline, InFlight
 from jaxscale.step.pipelined.gradients import Pipelined
-from jaxscale.step.pipelined.in_flight import InFlight
 from jaxscale.step.planned_model import PlannedModel
 from jaxscale.step.replicas import Replicas
 from jaxscale.step.resolve import ResolvedPlan, describe_products, needs_decision, resolve

@@ -24,13 +24,16 @@ their gradients are clipped by one norm, and the step is good or bad as a whole.
 
 import dataclasses
 import functools
+import hashlib
+import json
 import math
+from collections.abc import Container, Iterable
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Loss
 from jaxscale.optim.update_guard import UpdateGuard, guarded_advance
@@ -39,17 +42,22 @@ from jaxscale.pipeline.run.passes import At
 from jaxscale.pipeline.run.pipemare import Remedies
 from jaxscale.pipeline.run.stream import stream
 from jaxscale.pipeline.schedules import METHODS
+from jaxscale.recipe.plan import version_1_fields
 from jaxscale.replicas.codec import Codec
 from jaxscale.replicas.reduce import GradientExchange, GradientLeaf, squared_residual_norm
 from jaxscale.state.batches import batch_shapes
+from jaxscale.state.extra import CompiledProgram, lacks
 from jaxscale.state.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS, Layout
+from jaxscale.state.naming import Naming, Part, part_of_whole
+from jaxscale.state.result_specs import split_as_results
 from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import Metrics, TrainState, Watch
+from jaxscale.step.exchange import describe_codec
 from jaxscale.step.pipelined.forms import Arrays, Microbatch
 from jaxscale.step.pipelined.gradients import MANUAL, Pipelined
 from jaxscale.step.pipelined.reads import batch_weight_fn, copy_numbers
 from jaxscale.step.planned_model import PlannedModel, positive_divisor
-from jaxscale.trees import named_leaves
+from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import Array, Batch, Key, PyTree
 
 IN_FLIGHT = "in_flight"
@@ -397,3 +405,96 @@ class AsyncPipeline:
         )
         mean_loss = jnp.where(loss.weight > 0, loss.total / positive_divisor(loss.weight), jnp.nan)
         return next_state, {"loss": mean_loss, "grad_norm": norm, "weight": loss.weight, **codec_metrics}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class InFlight:
+    """The `StateExtra` of an asynchronous pipeline: messages, batches, older weights, gradient sums, watches of stages.
+
+    Args:
+        pipeline: the asynchronous pipeline.
+        name: key of this extra in `TrainState.extra`.
+        label: name of this extra in tables of memory.
+    """
+
+    pipeline: AsyncPipeline
+    name: str = dataclasses.field(default=IN_FLIGHT, init=False)
+    label: str = dataclasses.field(default="in flight", init=False)
+
+    def add_to_layout(self, layout: Layout) -> Layout:
+        """Return the layout of the train state with this extra; each array has a first dim over the devices.
+
+        Other dims are split over axes such as tensor as they are at the end of a step.
+        """
+        flight = jax.eval_shape(self.pipeline.in_flight, layout.abstract)
+        arguments = dataclasses.replace(layout.abstract, extra={self.name: flight}), self.pipeline.batch_shapes
+        placed_flight = split_as_results(
+            lambda state, batch: self.pipeline.step_in_stream(state, batch)[0].extra[self.name],
+            arguments,
+            flight,
+            NamedSharding(layout.mesh, DEVICE_SPEC),
+        )
+        return layout.with_extra(self.name, placed_flight)
+
+    def init(self, state: TrainState) -> Flight:
+        """Return the state in flight of an empty pipeline."""
+        return self.pipeline.in_flight(state)
+
+    def to_saved(self, state: TrainState) -> TrainState:
+        """Return the state itself, because a checkpoint holds this extra unchanged."""
+        return state
+
+    def to_saved_abstract(self, abstract: TrainState) -> TrainState:
+        """Return the abstract state itself, because a checkpoint holds this extra unchanged."""
+        return abstract
+
+    def from_saved(self, state: TrainState) -> TrainState:
+        """Return the state from a checkpoint; the pipeline starts empty if an array of this extra is missing."""
+        if not lacks(state.extra[self.name]):
+            return state
+        other_extras = {name: tree for name, tree in state.extra.items() if name != self.name}
+        shardings = self.add_to_layout(self.pipeline.layout).state_shardings.extra[self.name]
+        flight = jax.jit(self.pipeline.in_flight, out_shardings=shardings)(
+            dataclasses.replace(state, extra=other_extras)
+        )
+        return dataclasses.replace(state, extra={**other_extras, self.name: flight})
+
+    def checkpoint_parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
+        """Return a tree with a `Part` for each array; the names contain a hash, so that other plans ignore the arrays.
+
+        The hash is of the plan, the layers of each stage, the batch size, the version of JAX, and the arrays' shapes.
+        """
+        pipeline, abstract_flight = self.pipeline, abstract.extra[self.name]
+        shapes_and_dtypes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(abstract_flight)]
+        planned = pipeline.planned
+        hashed_values = [
+            version_1_fields(planned.plan),
+            pipeline.stages.layer_counts,
+            planned.experiment.batch,
+            jax.__version__,
+            shapes_and_dtypes,
+        ]
+        plan_hash = hashlib.sha256(json.dumps(hashed_values, sort_keys=True).encode()).hexdigest()[:12]
+        prefix = f"{self.name}/{pipeline.method.name}-{plan_hash}"
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: part_of_whole(f"{prefix}/{path_name(path)}", leaf), abstract_flight
+        )
+
+    def note_on_missing(self, saved_names: Container[str], step_names: Iterable[str]) -> str:
+        """Return a note for the user if the checkpoint lacks arrays of this extra; empty if it lacks none.
+
+        Args:
+            saved_names: names of the arrays in the checkpoint.
+            step_names: names of the arrays that the step restores.
+        """
+        if all(name in saved_names for name in step_names if name.startswith(f"{self.name}/")):
+            return ""
+        return f"; it has nothing in flight for {self.pipeline.pipeline_text}, which starts empty"
+
+    def describe(self) -> list[str]:
+        """Return lines for the user on the pipeline and on its codec."""
+        exchange, optimizer = self.pipeline.gradient_exchange, self.pipeline.planned.experiment.optimizer
+        return [str(self.pipeline), *([] if exchange is None else describe_codec(exchange, optimizer))]
+
+    def check(self, program: CompiledProgram) -> None:
+        """Check nothing: the text of the program does not show how often stages update."""
