@@ -25,8 +25,7 @@ IRREGULAR_MARGIN = 0.25
 """Margin of steps whose blocks run in no loop, or in a loop over cycles of unlike blocks (models with windows)."""
 
 NARROW_MARGIN = 0.1
-"""Margin of usual steps (`is_usual`): none of those that were drawn and compiled to judge it was off by more
-(`experiments/benchmarks/fit_cases.py`, design "unseen usual")."""
+"""Margin of usual steps (`is_usual`): none of the unseen ones was off by more (`experiments/benchmarks/fit_cases.py`)."""
 
 USUAL_CHIPS = ("v5e", "v5p", "v6e")
 """Names of the chips of usual steps."""
@@ -44,7 +43,7 @@ NEARER_MARGIN = 0.12
 """Margin that replaces `MARGIN` if the piece of the step that needs the most memory was compiled."""
 
 PIPELINED_MARGIN = 0.2
-"""Margin of a pipelined step on a TPU, and of an asynchronous one anywhere."""
+"""Margin of a pipelined step on a TPU."""
 
 WIDE_MARGIN = 0.3
 """Margin of steps for which fewer than `LEAST_PROGRAMS` errors are recorded: partly trained ones, asynchronous
@@ -163,9 +162,8 @@ def kind_of(
 def is_usual(chip: Chip, plan: Plan, optimizer: Optimizer) -> bool:
     """Return whether a step with regular blocks is of the kind whose recorded errors are smallest.
 
-    Such a step runs on a TPU v5e, v5p or v6e, computes in bfloat16, and has AdamW as optimizer.
-    Its plan differs from the default only as those of recorded steps do: in mesh, ZeRO stage, microbatches, memory rule
-    and state.
+    Such a step runs on a TPU v5e, v5p or v6e, computes in bfloat16, and has AdamW as optimizer. Its plan differs from the
+    default only as those of recorded steps do: in mesh, ZeRO stage, microbatches, memory rule and state.
 
     Args:
         chip: chip that the step would run on.
@@ -216,10 +214,7 @@ def margin(
             return WIDE_MARGIN
     if is_compiled:
         return NEARER_MARGIN
-    margin_by_kind = {
-        "usual": NARROW_MARGIN,
-        "irregular": IRREGULAR_MARGIN,
-        "pipelined": PIPELINED_MARGIN if kind == "tpu" else MARGIN,
-        "asynchronous": PIPELINED_MARGIN,
-    }
+    pipelined_margin = PIPELINED_MARGIN if kind == "tpu" else MARGIN
+    margin_by_kind = {"usual": NARROW_MARGIN, "irregular": IRREGULAR_MARGIN}
+    margin_by_kind |= dict.fromkeys(("pipelined", "asynchronous"), pipelined_margin)
     return margin_by_kind.get(step_kind, MARGIN)
