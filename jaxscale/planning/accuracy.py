@@ -25,7 +25,7 @@ IRREGULAR_MARGIN = 0.25
 """Margin of steps whose blocks run in no loop, or in a loop over cycles of unlike blocks (models with windows)."""
 
 NARROW_MARGIN = 0.1
-"""Margin of usual steps (`is_usual`): none of the unseen ones was off by more (`experiments/benchmarks/fit_cases.py`)."""
+"""Margin of usual steps (`is_usual`). No unseen one was off by more (`experiments/benchmarks/fit_cases.py`)."""
 
 USUAL_CHIPS = ("v5e", "v5p", "v6e")
 """Names of the chips of usual steps."""
@@ -162,8 +162,8 @@ def kind_of(
 def is_usual(chip: Chip, plan: Plan, optimizer: Optimizer) -> bool:
     """Return whether a step with regular blocks is of the kind whose recorded errors are smallest.
 
-    Such a step runs on a TPU v5e, v5p or v6e, computes in bfloat16, and has AdamW as optimizer. Its plan differs from the
-    default only as those of recorded steps do: in mesh, ZeRO stage, microbatches, memory rule and state.
+    Such a step runs on a TPU v5e, v5p or v6e, computes in bfloat16, and has AdamW as optimizer. Its plan differs from
+    the default only as those of recorded steps do: in mesh, ZeRO stage, microbatches, memory rule and state.
 
     Args:
         chip: chip that the step would run on.
