@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxscale import blocks
 from jaxscale.blocks import BlockFunction, Call, StageView, Wrapper
+from jaxscale.memory.prepared import with_prepared_args
 from jaxscale.typing import PyTree
 
 
@@ -52,16 +53,18 @@ class LayerGroup:
         unroll: number of layers in one iteration of the scan.
         segment: number of layers in a segment, which the backward pass recomputes from the segment's input; `None` for
             a scan without segments.
+        has_padding: whether some layers are padding: they have a negative index, and return their input.
     """
 
     cycle: Sequence[BlockFunction]
     wrapper: Wrapper
     unroll: int
     segment: int | None
+    has_padding: bool = False
 
     def calls(self, inputs: PyTree, layer_count: int) -> list[Call]:
         """Return one `Call` per layer, to run the layers one by one."""
-        wrapped_blocks = [self.wrapper(block, False) for block in self.cycle]
+        wrapped_blocks = [self._wrapped(block, self.wrapper, False) for block in self.cycle]
         return [
             Call(wrapped_blocks[layer % len(wrapped_blocks)], (params, state), (index, layer_arguments))
             for layer, (params, state, index, layer_arguments) in enumerate(unstack(inputs, layer_count))
@@ -92,14 +95,18 @@ class LayerGroup:
         cycles_per_iteration = min(cycle_count, max(1, self.unroll // period))
         # XLA removes a loop of one iteration
         is_rolled = (is_in_loop or cycle_count > 1) and self.unroll == 1
-        wrapped_blocks = [self.wrapper(block, is_rolled) for block in self.cycle]
+        wrapped_blocks = [
+            self._wrapped(block, self.wrapper if period == 1 else _with_own_weights(self.wrapper, position), is_rolled)
+            for position, block in enumerate(self.cycle)
+        ]
 
         def run_cycle(x: Any, cycle_inputs: PyTree) -> tuple[Any, PyTree]:
             """Run one cycle of layers, and return the next `x` and the layers' results."""
+            params, *others = cycle_inputs
             layer_results = []
-            inputs_by_layer = [cycle_inputs] if period == 1 else unstack(cycle_inputs, period)
-            for block, layer_inputs in zip(wrapped_blocks, inputs_by_layer, strict=True):
-                x, layer_result = block(*layer_inputs[:2], x, *layer_inputs[2:])
+            others_by_layer = [others] if period == 1 else unstack(others, period)
+            for block, (state, *layer_others) in zip(wrapped_blocks, others_by_layer, strict=True):
+                x, layer_result = block(params, state, x, *layer_others)
                 layer_results.append(layer_result)
             return x, layer_results[0] if period == 1 else restack(layer_results)
 
@@ -110,6 +117,11 @@ class LayerGroup:
             unroll=cycles_per_iteration,
         )
         return x, scan_results if period == 1 else _merge_leading_dims(scan_results)
+
+    def _wrapped(self, block: BlockFunction, wrapper: Wrapper, is_rolled: bool) -> BlockFunction:
+        """Return a wrapped block, which returns its input if its layer is padding."""
+        wrapped_block = wrapper(block, is_rolled)
+        return _with_padding_skipped(wrapped_block) if self.has_padding else wrapped_block
 
     def _scan_segments(self, x: Any, inputs: PyTree, layer_count: int) -> tuple[Any, PyTree]:
         """Scan segments, which the backward pass recomputes. The remaining layers form a shorter segment."""
@@ -158,9 +170,10 @@ def stage_runner(
         for start, stop, wrapper in treatment.wrapped_ranges(row_count):
             group = LayerGroup(
                 [_with_gathering(block, view) for block in cycle],
-                _with_padding_skipped(wrapper) if view.has_padding else wrapper,
+                wrapper,
                 treatment.unroll,
                 treatment.segment,
+                view.has_padding,
             )
             range_inputs = slice_layers(inputs, slice(start, stop), row_count)
             if treatment.sequence is not None or not is_scanned:
@@ -180,27 +193,45 @@ def _with_gathering(block: BlockFunction, view: StageView) -> BlockFunction:
     return lambda params, *arguments: block(gather(params), *arguments)
 
 
-def _with_padding_skipped(wrapper: Wrapper) -> Wrapper:
-    """Return a wrapper like `wrapper`, except that a block with a negative layer index returns `x` unchanged."""
+def _with_padding_skipped(block: BlockFunction) -> BlockFunction:
+    """Return a block like `block`, except that it returns `x` unchanged if its layer index is negative."""
 
-    def wrap(block: BlockFunction, is_rolled: bool) -> BlockFunction:
-        wrapped_block = wrapper(block, is_rolled)
+    def run(params: Any, state: Any, x: Any, index: Any, layer_arguments: Any) -> Any:
+        return jax.lax.cond(
+            index >= 0,
+            block,
+            lambda *operands: (operands[2], (state, None)),
+            params,
+            state,
+            x,
+            index,
+            layer_arguments,
+        )
 
-        def run(params: Any, state: Any, x: Any, index: Any, layer_arguments: Any) -> Any:
-            return jax.lax.cond(
-                index >= 0,
-                wrapped_block,
-                lambda *operands: (operands[2], (state, None)),
-                params,
-                state,
-                x,
-                index,
-                layer_arguments,
-            )
+    return run
 
-        return run
 
-    return wrap
+def _with_own_weights(wrapper: Wrapper, position: int) -> Wrapper:
+    """Return a wrapper of blocks that get the parameters of their cycle, and run on those of their own position.
+
+    If the parameters were sliced outside the block, a scan would keep a copy of all of them for the backward pass.
+    """
+
+    def own_args(args: Any) -> Any:
+        """Return the arguments of the block."""
+        params, *others = args
+
+        def own_slice(leaf: Any) -> Any:
+            return jax.lax.dynamic_index_in_dim(leaf, position, keepdims=False)
+
+        return jax.tree.map(own_slice, params), *others
+
+    return with_prepared_args(wrapper, own_args, _keep_all_but_slices)
+
+
+def _keep_all_but_slices(primitive: Any, *input_avals: Any, **params: Any) -> bool:
+    """Return whether to keep a residual; a policy for `jax.checkpoint`. False for slices of parameters."""
+    return primitive.name not in ("dynamic_slice", "squeeze")
 
 
 def _split_leading_dim(tree: PyTree, part_count: int) -> PyTree:

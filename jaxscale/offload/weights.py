@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.blocks import BlockFunction, Treatment, Wrapper, identity
+from jaxscale.blocks import Treatment, Wrapper
 from jaxscale.memory.keep_named import Keeping
+from jaxscale.memory.prepared import with_prepared_args
 from jaxscale.sharding.memory_space import to_device
 from jaxscale.typing import Array
 
@@ -92,22 +93,7 @@ def with_streamed_weights(treatment: Treatment) -> Treatment:
             before the fetch.
     """
 
-    def add_fetching(wrapper: Wrapper) -> Wrapper:
-        """Return the wrapper that fetches the weights of a block and then wraps it as `wrapper` does."""
-        if isinstance(wrapper, Keeping):  # its sets of saved values refer to the block without fetching
-            return dataclasses.replace(wrapper, prepare_args=fetch_weights, everything_policy=keep_all_but_weights)
-
-        def wrap_block(block: BlockFunction, is_rolled: bool) -> BlockFunction:
-            def fetch_and_run(*args: Any) -> Any:
-                return block(*fetch_weights(args))
-
-            if wrapper is identity:
-                return jax.checkpoint(fetch_and_run, policy=keep_all_but_weights, prevent_cse=not is_rolled)
-            return wrapper(fetch_and_run, is_rolled)
-
-        return wrap_block
-
-    return treatment.with_wrappers(add_fetching)
+    return treatment.with_wrappers(lambda wrapper: with_prepared_args(wrapper, fetch_weights, keep_all_but_weights))
 
 
 def with_deferred_offload(treatment: Treatment) -> Treatment:

@@ -114,6 +114,22 @@ def test_a_cycle_of_settings_stays_static_and_reaches_its_layers(layers):
     _close(y, _by_hand(stack, _x(), cycle), 1e-4)
 
 
+@pytest.mark.parametrize("wrapper", [blocks.identity, lambda block, rolled: jax.checkpoint(block)])
+def test_a_cycle_keeps_no_copies_of_weights_for_the_backward_pass(wrapper):
+    stack = _stack(layers=6)
+    graphdef, params = nnx.split(stack, nnx.Param)
+    cycle = ({"scale": 1.0}, {"scale": 0.5})
+
+    def loss(params):
+        with blocks.wrapping(wrapper):
+            return jnp.sum(nnx.merge(graphdef, params, copy=True)(_x(), cycle=cycle) ** 2)
+
+    kept_shapes = [leaf.shape for leaf in jax.tree.leaves(jax.vjp(loss, nnx.to_pure_dict(params))[1])]
+    weight_shapes = {leaf.shape[1:] for leaf in jax.tree.leaves(params)}
+    assert {shape for shape in kept_shapes if shape[1:] in weight_shapes} == set()
+    assert (3, 2, *stack.layers.mlp.up.weight.shape[1:]) in kept_shapes  # the weights themselves
+
+
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize(
     "cycle",
