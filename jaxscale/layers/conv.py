@@ -4,10 +4,11 @@ Mixed precision is as in `linear.py`: a convolution computes in the type of its 
 has the type of the kernel. Left out: grouped and transposed convolutions; on a CPU, forward-mode differentiation, which
 a custom backward pass excludes.
 
-On a CPU, products of matrices compute the gradients of a convolution in float32. XLA:CPU computes a forward convolution
-near the speed of a product. It computes the gradient of the kernel as a convolution whose window is the whole image,
-which takes up to twice as long, and for small images it spends much of the gradient of the input on flipping the
-kernel. With patches, the values that a kernel covers at each output position (im2col, Chellapilla et al. 2006),
+On a CPU, products of matrices compute a convolution in float32. If its kernel is 3 x 3, its stride 1, and it has many
+channels, they are those of `winograd.py`. Otherwise, only the gradients are such products: XLA:CPU computes a forward
+convolution near the speed of a product, but the gradient of the kernel as a convolution whose window is the whole
+image, which takes up to twice as long, and for small images it spends much of the gradient of the input on flipping
+the kernel. With patches, the values that a kernel covers at each output position (im2col, Chellapilla et al. 2006),
 
     y = patches(x) w,    dw = patches(x)^T dy,    dx = the sum over all positions of dy w^T, where the patches lie.
 
@@ -27,6 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.blocks import Context
 from jaxscale.errors import UserError
+from jaxscale.layers import winograd
 from jaxscale.layers.linear import Initializer, add_bias
 from jaxscale.layers.norm import as_row
 from jaxscale.layers.shards import axes_by_dim, shard_count
@@ -53,6 +55,11 @@ cache."""
 MAX_POSITIONS = 2048
 """Output positions of a shard of the batch up to which a product computes `dx`. It makes `h w C` floats per position,
 which more positions would write to memory and read again."""
+
+WINOGRAD_CHANNELS = 32
+"""Channels, of input and output, from which `winograd` computes a convolution and `dx`."""
+WINOGRAD_KERNEL_CHANNELS = 128
+"""Channels, of input and output, from which `winograd` computes `dw`."""
 
 
 def _pads(padding: Padding, image_size: Sequence[int], window: Sequence[int], strides: Sequence[int]) -> Any:
@@ -208,14 +215,29 @@ def _input_gradient(
     return total
 
 
+def _has_tiles(
+    image_shape: Sequence[int], kernel_shape: Sequence[int], strides: Any, pads: Any, least_channels: int
+) -> bool:
+    """Return whether `winograd` computes a convolution or a gradient, as it does from `least_channels` channels on."""
+    output = [image_shape[1 + dim] + sum(pads[dim]) - 2 for dim in range(2)]
+    return (
+        tuple(kernel_shape[:2]) == (3, 3)
+        and tuple(strides) == (1, 1)
+        and min(kernel_shape[2:]) >= least_channels
+        and min(image_shape[0], *output) > 0
+    )
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _convolve_on_cpu(x: Any, w: Any, strides: Any, pads: Any, layout: MeshAndRules | None) -> Any:
-    """Compute `_convolve` for `x` and `w` in float32; products compute the gradients. `layout` is the one in force."""
+    """Compute `_convolve` for `x` and `w` in float32 by products. `layout` is the one in force."""
+    if _has_tiles(x.shape, w.shape, strides, pads, WINOGRAD_CHANNELS):
+        return winograd.convolve(x, w, pads)
     return _convolve(x, w, strides, pads)
 
 
 def _convolve_on_cpu_forward(x: Any, w: Any, strides: Any, pads: Any, layout: MeshAndRules | None) -> Any:
-    return _convolve(x, w, strides, pads), (x, w)
+    return _convolve_on_cpu(x, w, strides, pads, layout), (x, w)
 
 
 def _convolve_on_cpu_backward(strides: Any, pads: Any, layout: MeshAndRules | None, residuals: Any, dy: Any) -> Any:
@@ -223,11 +245,15 @@ def _convolve_on_cpu_backward(strides: Any, pads: Any, layout: MeshAndRules | No
     x, w = residuals
     position_count = dy.shape[1] * dy.shape[2]
     with reopened_layout(layout):
-        if 0 < position_count * dy.shape[0] // _batch_shard_count(x.shape) <= MAX_POSITIONS:
+        if _has_tiles(x.shape, w.shape, strides, pads, WINOGRAD_CHANNELS):
+            dx = winograd.input_gradient(dy, w, x.shape[1:3], pads)
+        elif 0 < position_count * dy.shape[0] // _batch_shard_count(x.shape) <= MAX_POSITIONS:
             dx = _input_gradient(dy, w, x.shape[1:3], strides, pads)
         else:
             (dx,) = jax.linear_transpose(lambda x: _convolve(x, w, strides, pads), x)(dy)
-        if dy.size > 0 and position_count <= MAX_POSITIONS_PER_IMAGE:
+        if _has_tiles(x.shape, w.shape, strides, pads, WINOGRAD_KERNEL_CHANNELS):
+            dw = winograd.kernel_gradient(x, dy, pads)
+        elif dy.size > 0 and position_count <= MAX_POSITIONS_PER_IMAGE:
             dw = _kernel_gradient(x, dy, w.shape[:2], strides, pads)
         else:
             (dw,) = jax.linear_transpose(lambda w: _convolve(x, w, strides, pads), w)(dy)
