@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale.blocks import Context
+from jaxscale.layers.traced_device import traced_device
 from jaxscale.lowbit.few_bit_weight import FewBitWeight
 from jaxscale.lowbit.products import product
 from jaxscale.typing import Array, Float
@@ -61,7 +62,10 @@ def _product_backward(w_dim: int, result_type: Any, residuals: Any, dy: Any) -> 
     dw = jax.lax.dot_general(
         left_operand, right_operand, ((batch_dims, batch_dims), ((), ())), preferred_element_type=w.dtype
     )
-    return dx, (dw if is_x_left == (w_dim == 0) else dw.T).astype(w.dtype)
+    if is_x_left != (w_dim == 0):
+        # XLA:CPU would fold the transposition into a product for which its library has no kernel
+        dw = (jax.lax.optimization_barrier(dw) if traced_device()[0] == "cpu" else dw).T
+    return dx, dw.astype(w.dtype)
 
 
 _product.defvjp(_product_forward, _product_backward)

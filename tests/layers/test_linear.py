@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +47,14 @@ def test_gradient_of_the_weight_transposes_the_narrower_activation_alone(inputs,
     assert products[-1].invars[0].aval.shape[-1] == 32
     compiled = [jax.jit(f).lower(w).compile().cost_analysis()["flops"] for f in (ours, plain)]
     assert compiled[0] <= compiled[1]
+
+
+def test_the_narrow_gradient_is_multiplied_first_and_then_transposed():
+    """XLA:CPU would fold the transposition into the product, whose operands its library then cannot multiply."""
+    x, w, dy = _draw(48, 64), _draw(64, 32, seed=1), _draw(48, 32, seed=2)
+    compiled = jax.jit(lambda x, w, dy: jax.vjp(lambda w: matmul(x, w), w)[1](dy)[0]).lower(x, w, dy).compile()
+    assert re.findall(r"= (f32\[[0-9,]*\])\S* dot\(", compiled.as_text()) == ["f32[32,64]"]
+    np.testing.assert_allclose(compiled(x, w, dy), x.T @ dy, rtol=1e-5, atol=1e-5)
 
 
 def test_float32_result_of_narrow_operands_is_the_accumulator():

@@ -50,6 +50,19 @@ def test_mlp_is_its_formula(kind):
     np.testing.assert_allclose(mlp(x), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_gelu_is_within_two_roundings_of_its_input():
+    mlp = MLP(1, 1, kind="gelu", rngs=nnx.Rngs(0))
+    mlp.up.weight[...] = mlp.down.weight[...] = jnp.ones((1, 1))
+    x = np.linspace(-12, 12, 4001, dtype=np.float32)[None, :, None]
+    x64 = np.float64(x)
+    expected, slope = PLAIN["gelu"](x64), 0.5 * (1 + erf(x64 / np.sqrt(2)))
+    expected_slope = slope + x64 * np.exp(-(x64**2) / 2) / np.sqrt(2 * np.pi)
+    y, pull = jax.vjp(mlp, jnp.asarray(x))
+    rounding = np.finfo(np.float32).eps
+    assert np.all(np.abs(y - expected) <= 2 * rounding * np.abs(x))
+    assert np.all(np.abs(pull(jnp.ones_like(y))[0] - expected_slope) <= rounding * (1 + np.abs(x)))
+
+
 def test_saving_the_named_products_spares_recomputing_them():
     mlp = MLP(64, 256, rngs=nnx.Rngs(0))
     x = jnp.ones((1, 32, 64))
