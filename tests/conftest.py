@@ -15,7 +15,7 @@ os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".jax_cache" / "u
 if "PYTEST_XDIST_WORKER" not in os.environ:
     shutil.rmtree(Path(os.environ["XDG_CACHE_HOME"], "jaxscale", "trusted"), ignore_errors=True)
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["NPROC"] = "22"  # threads of the backend, as `platforms/cpu_threads.py` provides them; here it starts before
+os.environ["NPROC"] = "24"  # threads of the backend, as `platforms/cpu_threads.py` provides them; here it starts before
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),

@@ -4,16 +4,11 @@ Mixed precision is as in `linear.py`: a convolution computes in the type of its 
 has the type of the kernel. Left out: grouped and transposed convolutions; on a CPU, forward-mode differentiation, which
 a custom backward pass excludes.
 
-On a CPU, products of matrices compute a convolution in float32. If its kernel is 3 x 3, its stride 1, and it has many
-channels, they are those of `winograd.py`. Otherwise, only the gradients are such products: XLA:CPU computes a forward
-convolution near the speed of a product, but the gradient of the kernel as a convolution whose window is the whole
-image, which takes up to twice as long, and for small images it spends much of the gradient of the input on flipping
-the kernel. With patches, the values that a kernel covers at each output position (im2col, Chellapilla et al. 2006),
-
-    y = patches(x) w,    dw = patches(x)^T dy,    dx = the sum over all positions of dy w^T, where the patches lie.
-
-For `dw`, the patches of a few images at a time are made and stay in the cache. They are made transposed, so that a
-kernel position copies whole rows of an image, and are summed per shard of the batch, so that shards are summed once.
+On a CPU, products of matrices compute a convolution in float32 (`by_products`). If its kernel is 3 x 3, its stride 1,
+and it has at least `WINOGRAD_CHANNELS` channels, it is computed by minimal filtering. Otherwise, only its gradients are
+products, of patches: XLA:CPU computes a forward convolution near the speed of a product, but the gradient of the kernel
+as a convolution whose window is the whole image, which takes up to twice as long, and for small images it spends much
+of the gradient of the input on flipping the kernel.
 """
 
 import functools
@@ -28,10 +23,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.blocks import Context
 from jaxscale.errors import UserError
-from jaxscale.layers import winograd
+from jaxscale.layers.by_products import patches, winograd
 from jaxscale.layers.linear import Initializer, add_bias
 from jaxscale.layers.norm import as_row
-from jaxscale.layers.shards import axes_by_dim, shard_count
 from jaxscale.layers.traced_device import traced_device
 from jaxscale.sharding.place import MeshAndRules, constrain, current, reopened_layout
 from jaxscale.typing import Array, Float
@@ -45,10 +39,6 @@ _TO_KERNEL = jax.lax.ConvDimensionNumbers(lhs_spec=(3, 0, 1, 2), rhs_spec=(3, 0,
 """Order of the dims in the convolution that computes the kernel's gradient. The input's channels serve as the batch,
 and the output's gradient serves as the kernel."""
 
-POSITIONS_PER_CHUNK = 512
-"""Output positions whose patches are made at once for `dw`, at least one image: 512 `h w C` floats, 1.2 MB for 3 x 3
-kernels of 64 channels. For the stages of a ResNet-18 on images of 32 x 32, other sizes from 256 to 2,048 are less than
-3 % faster."""
 MAX_POSITIONS_PER_IMAGE = 4096
 """Output positions of an image up to which products compute `dw`: the patches of larger images do not stay in the
 cache."""
@@ -105,126 +95,19 @@ def _convolve_mixed_backward(strides: Any, pads: Any, residuals: Any, dy: Any) -
 _convolve_mixed.defvjp(_convolve_mixed_forward, _convolve_mixed_backward)
 
 
-def _span(count: int, stride: int) -> int:
-    """Return the number of rows from the first to the last of `count` rows at a distance of `stride`."""
-    return (count - 1) * stride + 1
-
-
-def _batch_shard_count(shape: Sequence[int]) -> int:
-    """Return the number of shards of the batch, the first dim of images of this shape, under the layout in force."""
-    return shard_count(axes_by_dim(shape, "batch", None, None, None)[0])
-
-
-def _transposed_patches(
-    images: Float[Array, "D N I J C"], window: Sequence[int], strides: Sequence[int], pads: Any, output: Sequence[int]
-) -> Float[Array, "D K M"]:
-    """Return the patches of images as columns, (shards, h w C, positions); positions are ordered (row, image, column).
-
-    Args:
-        images: images of each shard.
-        window, strides: height and width of the kernel, and the steps between output positions.
-        pads: (low, high) for rows and columns.
-        output: rows and columns of the output.
-    """
-    shards, image_count, channels = images.shape[0], images.shape[1], images.shape[4]
-    zero = jnp.zeros((), images.dtype)
-    rows_span, columns_span = (_span(count, stride) for count, stride in zip(output, strides, strict=True))
-    channels_first = images.transpose(0, 4, 2, 1, 3)
-    padded = jax.lax.pad(channels_first, zero, ((0, 0, 0), (0, 0, 0), (*pads[0], 0), (0, 0, 0), (*pads[1], 0)))
-    shifted = jnp.stack(
-        [
-            jax.lax.slice_in_dim(padded, column, column + columns_span, strides[1], axis=4)
-            for column in range(window[1])
-        ],
-        axis=1,
-    )
-    # without the barrier, XLA:CPU would pad and shift again for each row of the kernel
-    shifted = jax.lax.optimization_barrier(shifted)
-    patches = jnp.stack(
-        [jax.lax.slice_in_dim(shifted, row, row + rows_span, strides[0], axis=3) for row in range(window[0])], axis=1
-    )
-    return patches.reshape(shards, window[0] * window[1] * channels, output[0] * image_count * output[1])
-
-
-def _kernel_gradient(
-    x: Float[Array, "B I J C"], dy: Float[Array, "B P Q O"], window: Sequence[int], strides: Sequence[int], pads: Any
-) -> Float[Array, "h w C O"]:
-    """Return the gradient of the kernel of a convolution, in the type of `x`.
-
-    Args:
-        x: images.
-        dy: gradient of the output.
-        window: height and width of the kernel.
-        strides: steps between output positions, for rows and columns.
-        pads: (low, high) for rows and columns.
-    """
-    shards = _batch_shard_count(x.shape)
-    local_count, output, out_channels = x.shape[0] // shards, dy.shape[1:3], dy.shape[3]
-    chunk_size = min(local_count, max(1, POSITIONS_PER_CHUNK // (output[0] * output[1])))
-    chunk_count, rest = divmod(local_count, chunk_size)
-    x_shards, dy_shards = (array.reshape(shards, local_count, *array.shape[1:]) for array in (x, dy))
-
-    def add_images(sums: Any, start: Any, count: int) -> Any:
-        """Add the products of `count` images of each shard."""
-        images, image_gradients = (
-            jax.lax.dynamic_slice_in_dim(array, start, count, axis=1) for array in (x_shards, dy_shards)
-        )
-        patches = _transposed_patches(images, window, strides, pads, output)
-        gradient_rows = image_gradients.transpose(0, 2, 1, 3, 4).reshape(shards, -1, out_channels)
-        # a sum per shard: the shards are summed after the loop
-        return constrain(sums + jnp.einsum("dkm,dmo->dko", patches, gradient_rows), "batch", None, "channels")
-
-    zeros = jnp.zeros((shards, window[0] * window[1] * x.shape[3], out_channels), x.dtype)
-    sums = jax.lax.fori_loop(
-        0,
-        chunk_count,
-        lambda index, sums: add_images(sums, index * chunk_size, chunk_size),
-        constrain(zeros, "batch", None, "channels"),
-    )
-    if rest:
-        sums = add_images(sums, chunk_count * chunk_size, rest)
-    return sums.sum(0).reshape(*window, x.shape[3], out_channels)
-
-
-def _input_gradient(
-    dy: Float[Array, "B P Q O"], w: Float[Array, "h w C O"], size: Sequence[int], strides: Sequence[int], pads: Any
-) -> Float[Array, "B I J C"]:
-    """Return the gradient of the input of a convolution, in the type of `dy`.
-
-    Args:
-        dy: gradient of the output.
-        w: kernel.
-        size: height and width of the input.
-        strides: steps between output positions, for rows and columns.
-        pads: (low, high) for rows and columns.
-    """
-    zero, channels = jnp.zeros((), dy.dtype), w.shape[2]
-    patches = jnp.einsum("bpqo,ko->bpqk", dy, w.reshape(-1, w.shape[3]))
-    total = None
-    for row in range(w.shape[0]):
-        for column in range(w.shape[1]):
-            start = (row * w.shape[1] + column) * channels
-            patch_values = jax.lax.slice_in_dim(patches, start, start + channels, axis=3)
-            offsets = (row - pads[0][0], column - pads[1][0])
-            # the low padding is negative if the position of the kernel starts in the padding of the image
-            high_pads = [size[dim] - offsets[dim] - _span(dy.shape[1 + dim], strides[dim]) for dim in range(2)]
-            dims = [(offsets[dim], high_pads[dim], strides[dim] - 1) for dim in range(2)]
-            placed = jax.lax.pad(patch_values, zero, ((0, 0, 0), *dims, (0, 0, 0)))
-            total = placed if total is None else total + placed
-    assert total is not None
-    return total
-
-
 def _has_tiles(
     image_shape: Sequence[int], kernel_shape: Sequence[int], strides: Any, pads: Any, least_channels: int
 ) -> bool:
-    """Return whether `winograd` computes a convolution or a gradient, as it does from `least_channels` channels on."""
+    """Return whether `winograd` computes a convolution or a gradient.
+
+    It does so from `least_channels` channels, of input and output, on.
+    """
     output = [image_shape[1 + dim] + sum(pads[dim]) - 2 for dim in range(2)]
     return (
         tuple(kernel_shape[:2]) == (3, 3)
         and tuple(strides) == (1, 1)
         and min(kernel_shape[2:]) >= least_channels
-        and min(image_shape[0], *output) > 0
+        and min(*image_shape[:3], *output) > 0
     )
 
 
@@ -232,7 +115,8 @@ def _has_tiles(
 def _convolve_on_cpu(x: Any, w: Any, strides: Any, pads: Any, layout: MeshAndRules | None) -> Any:
     """Compute `_convolve` for `x` and `w` in float32 by products. `layout` is the one in force."""
     if _has_tiles(x.shape, w.shape, strides, pads, WINOGRAD_CHANNELS):
-        return winograd.convolve(x, w, pads)
+        with reopened_layout(layout):
+            return winograd.convolve(x, w, pads)
     return _convolve(x, w, strides, pads)
 
 
@@ -247,14 +131,14 @@ def _convolve_on_cpu_backward(strides: Any, pads: Any, layout: MeshAndRules | No
     with reopened_layout(layout):
         if _has_tiles(x.shape, w.shape, strides, pads, WINOGRAD_CHANNELS):
             dx = winograd.input_gradient(dy, w, x.shape[1:3], pads)
-        elif 0 < position_count * dy.shape[0] // _batch_shard_count(x.shape) <= MAX_POSITIONS:
-            dx = _input_gradient(dy, w, x.shape[1:3], strides, pads)
+        elif 0 < position_count * dy.shape[0] // patches.batch_shard_count(x.shape) <= MAX_POSITIONS:
+            dx = patches.input_gradient(dy, w, x.shape[1:3], strides, pads)
         else:
             (dx,) = jax.linear_transpose(lambda x: _convolve(x, w, strides, pads), x)(dy)
         if _has_tiles(x.shape, w.shape, strides, pads, WINOGRAD_KERNEL_CHANNELS):
             dw = winograd.kernel_gradient(x, dy, pads)
         elif dy.size > 0 and position_count <= MAX_POSITIONS_PER_IMAGE:
-            dw = _kernel_gradient(x, dy, w.shape[:2], strides, pads)
+            dw = patches.kernel_gradient(x, dy, w.shape[:2], strides, pads)
         else:
             (dw,) = jax.linear_transpose(lambda w: _convolve(x, w, strides, pads), w)(dy)
     return dx, dw

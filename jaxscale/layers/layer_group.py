@@ -6,11 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 from jaxscale import blocks
 from jaxscale.blocks import BlockFunction, Call, StageView, Wrapper
 from jaxscale.memory.prepared import with_prepared_args
+from jaxscale.programs import walk
 from jaxscale.typing import PyTree
+
+_CHECKPOINTS = ("checkpoint", "remat", "remat2")
+"""Names of the primitive of `jax.checkpoint`."""
 
 
 def unstack(tree: PyTree, layer_count: int) -> list[PyTree]:
@@ -53,7 +58,7 @@ class LayerGroup:
         unroll: number of layers in one iteration of the scan.
         segment: number of layers in a segment, which the backward pass recomputes from the segment's input; `None` for
             a scan without segments.
-        has_padding: whether some layers are padding: they have a negative index, and return their input.
+        has_padding: whether some layers may be padding. A padding layer has a negative index and returns its input.
     """
 
     cycle: Sequence[BlockFunction]
@@ -95,18 +100,22 @@ class LayerGroup:
         cycles_per_iteration = min(cycle_count, max(1, self.unroll // period))
         # XLA removes a loop of one iteration
         is_rolled = (is_in_loop or cycle_count > 1) and self.unroll == 1
-        wrapped_blocks = [
-            self._wrapped(block, self.wrapper if period == 1 else _with_own_weights(self.wrapper, position), is_rolled)
-            for position, block in enumerate(self.cycle)
-        ]
 
         def run_cycle(x: Any, cycle_inputs: PyTree) -> tuple[Any, PyTree]:
             """Run one cycle of layers, and return the next `x` and the layers' results."""
-            params, *others = cycle_inputs
+            params = cycle_inputs[0]
             layer_results = []
-            others_by_layer = [others] if period == 1 else unstack(others, period)
-            for block, (state, *layer_others) in zip(wrapped_blocks, others_by_layer, strict=True):
-                x, layer_result = block(params, state, x, *layer_others)
+            layers = [cycle_inputs] if period == 1 else unstack(cycle_inputs, period)
+            for position, (block, layer_inputs) in enumerate(zip(self.cycle, layers, strict=True)):
+                wrapper, own_params = self.wrapper, layer_inputs[0]
+                traced_block, has_checkpoint = block, False
+                if period > 1 and wrapper is blocks.identity:
+                    traced_block, has_checkpoint = _traced(block, (*layer_inputs[:2], x, *layer_inputs[2:]))
+                # a checkpoint of the block's own would lose its effect inside the one that does not keep slices
+                if period > 1 and not self.has_padding and not has_checkpoint:
+                    wrapper, own_params = _with_own_weights(wrapper, params, position), params
+                wrapped_block = self._wrapped(traced_block, wrapper, is_rolled)
+                x, layer_result = wrapped_block(own_params, layer_inputs[1], x, *layer_inputs[2:])
                 layer_results.append(layer_result)
             return x, layer_results[0] if period == 1 else restack(layer_results)
 
@@ -211,11 +220,28 @@ def _with_padding_skipped(block: BlockFunction) -> BlockFunction:
     return run
 
 
-def _with_own_weights(wrapper: Wrapper, position: int) -> Wrapper:
+def _traced(block: BlockFunction, args: tuple[Any, ...]) -> tuple[BlockFunction, bool]:
+    """Trace a block; return the traced block, and whether it contains a checkpoint."""
+    jaxpr, result_shapes = jax.make_jaxpr(block, return_shape=True)(*args)
+    has_checkpoint = any(eqn.primitive.name in _CHECKPOINTS for eqn, _ in walk.equations_with_runs(jaxpr))
+
+    def run(*args: Any) -> Any:
+        return jax.tree.unflatten(jax.tree.structure(result_shapes), jaxpr_as_fun(jaxpr)(*jax.tree.leaves(args)))
+
+    return run, has_checkpoint
+
+
+def _with_own_weights(wrapper: Wrapper, cycle_params: PyTree, position: int) -> Wrapper:
     """Return a wrapper of blocks that get the parameters of their cycle, and run on those of their own position.
 
-    If the parameters were sliced outside the block, a scan would keep a copy of all of them for the backward pass.
+    If the parameters were sliced outside the block, a scan would keep a copy of all of them for the backward pass. So
+    would the conditional around a block that may be padding, if the parameters were sliced inside it.
     """
+    stacked_shapes = {leaf.shape for leaf in jax.tree.leaves(cycle_params)}
+    shapes_by_primitive = {
+        "dynamic_slice": stacked_shapes,
+        "squeeze": {(1, *shape[1:]) for shape in stacked_shapes},
+    }
 
     def own_args(args: Any) -> Any:
         """Return the arguments of the block."""
@@ -226,12 +252,11 @@ def _with_own_weights(wrapper: Wrapper, position: int) -> Wrapper:
 
         return jax.tree.map(own_slice, params), *others
 
-    return with_prepared_args(wrapper, own_args, _keep_all_but_slices)
+    def keep_all_but_slices(primitive: Any, *input_avals: Any, **params: Any) -> bool:
+        """Return whether to keep a residual; a policy for `jax.checkpoint`. False for slices of the parameters."""
+        return input_avals[0].shape not in shapes_by_primitive.get(primitive.name, ()) if input_avals else True
 
-
-def _keep_all_but_slices(primitive: Any, *input_avals: Any, **params: Any) -> bool:
-    """Return whether to keep a residual; a policy for `jax.checkpoint`. False for slices of parameters."""
-    return primitive.name not in ("dynamic_slice", "squeeze")
+    return with_prepared_args(wrapper, own_args, keep_all_but_slices)
 
 
 def _split_leading_dim(tree: PyTree, part_count: int) -> PyTree:

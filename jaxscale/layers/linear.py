@@ -63,7 +63,8 @@ def _product_backward(w_dim: int, result_type: Any, residuals: Any, dy: Any) -> 
         left_operand, right_operand, ((batch_dims, batch_dims), ((), ())), preferred_element_type=w.dtype
     )
     if is_x_left != (w_dim == 0):
-        # XLA:CPU would fold the transposition into a product for which its library has no kernel
+        # XLA:CPU would fold the transposition into a product of two transposed operands, at up to twice the time
+        # (docs/choosing/speed.md)
         dw = (jax.lax.optimization_barrier(dw) if traced_device()[0] == "cpu" else dw).T
     return dx, dw.astype(w.dtype)
 

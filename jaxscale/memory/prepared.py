@@ -1,6 +1,6 @@
 """Blocks whose arguments are computed when they run, such as a layer's weights from those of several or from the host.
 
-What is computed is not kept for the backward pass, which computes it again.
+Such arguments are not kept for the backward pass, but computed again.
 """
 
 import dataclasses
@@ -20,7 +20,8 @@ class Prepared:
     Args:
         wrapper: wraps blocks for other purposes. If it recomputes a block, it recomputes the arguments, too.
         prepare_args: function from the tuple of the wrapped block's arguments to that of the block's own.
-        everything_policy: policy of `jax.checkpoint` for a wrapper that keeps everything.
+        everything_policy: policy of `jax.checkpoint` for a wrapper that keeps everything. It takes precedence over
+            checkpoints inside the block.
     """
 
     wrapper: Wrapper

@@ -4,8 +4,7 @@ A collective blocks its thread until every device has reached the collective. XL
 while the loop is still running in other threads. So one device may wait in two collectives at once, or with nested
 loops in three, while other devices wait in other collectives. By default, the number of threads is the number of cores
 or of devices, whichever is larger. On 2 cores, all 8 threads of 8 devices waited, and XLA ended the process after 40
-seconds. A collective completes when the last device reaches it, so at most all devices but one wait in it. One more
-thread than those can run. Further threads would only divide the work of an operation into smaller parts.
+seconds.
 
 References:
     XLA, xla/backends/cpu/runtime/thunk_executor.cc: `ProcessScheduledOutEdges` starts the next collective while a
@@ -20,14 +19,14 @@ import jax
 
 from jaxscale.compat import is_backend_started
 
-COLLECTIVES_AT_ONCE = 3
-"""Collectives in which a device may wait at once: one in a nested loop, one after this loop, and one after both."""
+THREADS_PER_DEVICE = 3
+"""One thread for the program, one for a collective after a loop, and one for a collective after a nested loop."""
 VARIABLE = "NPROC"
 """Environment variable from which XLA:CPU takes its number of threads."""
 
 
 def provide_threads() -> str:
-    """If there are several devices and too few cores, make the CPU backend start with more threads.
+    """If there are several devices and too few cores, make the CPU backend start with three threads per device.
 
     `NPROC` in the environment takes precedence. A backend that is already running is not changed.
 
@@ -40,7 +39,7 @@ def provide_threads() -> str:
     device_count = len(jax.local_devices()) if is_running else _configured_device_count()
     # count cores as XLA does, which ignores a container's quota
     core_count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    thread_count = COLLECTIVES_AT_ONCE * (device_count - 1) + 1
+    thread_count = THREADS_PER_DEVICE * device_count
     if device_count == 1 or thread_count <= core_count:  # a single device does not wait for others
         return ""
     if not is_running:

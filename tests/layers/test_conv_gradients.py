@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxscale.compiler.collectives import collectives
-from jaxscale.layers import conv
+from jaxscale.layers.by_products import patches
 from jaxscale.layers.conv import convolve
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.place import layout
@@ -49,7 +49,7 @@ def arrays(images, height, width, channels_in, channels_out, window, stride, pad
 @pytest.mark.parametrize("name", variants(CASES, default=3))
 @pytest.mark.parametrize("positions_per_chunk", [1, 40])
 def test_gradients_by_products_are_those_of_the_convolution(name, positions_per_chunk, monkeypatch):
-    monkeypatch.setattr(conv, "POSITIONS_PER_CHUNK", positions_per_chunk)
+    monkeypatch.setattr(patches, "POSITIONS_PER_CHUNK", positions_per_chunk)
     *_, stride, padding = CASES[name]
     x, w, dy = arrays(*CASES[name])
     y, transpose = jax.vjp(lambda x, w: reference(x, w, stride, padding), x, w)
@@ -83,7 +83,7 @@ def test_gradients_under_vmap_and_checkpoint_and_of_gradients():
 
 @pytest.mark.parametrize("axes", ["data:8", "data:2,fsdp:2,tensor:2"])
 def test_shards_of_the_batch_are_summed_once_and_nothing_is_gathered(axes, monkeypatch):
-    monkeypatch.setattr(conv, "POSITIONS_PER_CHUNK", 1)
+    monkeypatch.setattr(patches, "POSITIONS_PER_CHUNK", 1)
     x, w, dy = arrays(16, 6, 6, 3, 4, (3, 3), 1, 1)
     mesh = MeshSpec.parse(axes).build()
     by_batch = NamedSharding(mesh, PartitionSpec(tuple(axis for axis in AxisRules().batch if mesh.shape[axis] > 1)))

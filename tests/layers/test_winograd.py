@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.compiler.collectives import collectives
-from jaxscale.layers import conv, winograd
+from jaxscale.layers import conv
+from jaxscale.layers.by_products import winograd
 from jaxscale.layers.conv import convolve
 from jaxscale.programs.flop import count_flop
 from jaxscale.sharding.mesh import MeshSpec
@@ -85,8 +86,10 @@ def test_errors_are_within_ten_roundings_of_a_random_sum():
     assert root_mean_square < 10 * np.finfo(np.float32).eps
 
 
-@pytest.mark.parametrize("axes", ["data:8", "data:4"])
-def test_a_mesh_splits_tiles_and_gathers_nothing(axes, monkeypatch):
+@pytest.mark.parametrize(
+    ("axes", "kinds"), [("data:8", {"all-reduce"}), ("data:2,tensor:4", {"all-reduce", "all-gather"})]
+)
+def test_a_mesh_splits_tiles_and_gathers_no_images_of_others(axes, kinds, monkeypatch):
     monkeypatch.setattr(winograd, "TILES_PER_CHUNK", 4)
     monkeypatch.setattr(conv, "WINOGRAD_CHANNELS", 1)
     monkeypatch.setattr(conv, "WINOGRAD_KERNEL_CHANNELS", 1)
@@ -98,16 +101,20 @@ def test_a_mesh_splits_tiles_and_gathers_nothing(axes, monkeypatch):
 
     expected = result_and_gradients(x, w, dy)
     mesh = MeshSpec.parse(axes).build()
-    by_batch, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+    channels_axis = "tensor" if mesh.shape["tensor"] > 1 else None
+    by_batch = NamedSharding(mesh, PartitionSpec("data"))
+    by_both = NamedSharding(mesh, PartitionSpec("data", None, None, channels_axis))
+    kernel = NamedSharding(mesh, PartitionSpec(None, None, None, channels_axis))
     with layout(mesh, AxisRules()):
         program = jax.jit(
             lambda *arrays: result_and_gradients(*arrays),
-            in_shardings=(by_batch, whole, by_batch),
-            out_shardings=(by_batch, by_batch, whole),
+            in_shardings=(by_batch, kernel, by_both),
+            out_shardings=(by_both, by_batch, kernel),
         )
         compiled = program.lower(x, w, dy).compile()
     rows = collectives(str(compiled.as_text()), mesh)
-    assert {row.kind for row in rows} == {"all-reduce"}
+    assert {row.kind for row in rows} == kinds
+    assert all("data" not in row.axes for row in rows if row.kind == "all-gather")
     for result, exact in zip(compiled(x, w, dy), expected, strict=True):
         np.testing.assert_array_equal(result, exact)
 
@@ -122,7 +129,7 @@ def test_a_mesh_splits_tiles_and_gathers_nothing(axes, monkeypatch):
         (128, 128, 1, "bfloat16", 0),
     ],
 )
-def test_what_tiles_are_for(channels_in, channels_out, stride, dtype, product_count):
+def test_tiles_are_for_many_channels_in_float32(channels_in, channels_out, stride, dtype, product_count):
     x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, 4, 4, channels_in), (3, 3, channels_in, channels_out)))
 
     def loss(x, w):

@@ -18,10 +18,8 @@ def before_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("before_start")
-@pytest.mark.parametrize(("flags", "threads"), [("--xla_force_host_platform_device_count=8", "22"), ("", None)])
-def test_one_thread_can_run_while_all_others_wait(
-    monkeypatch: pytest.MonkeyPatch, flags: str, threads: str | None
-) -> None:
+@pytest.mark.parametrize(("flags", "threads"), [("--xla_force_host_platform_device_count=8", "24"), ("", None)])
+def test_three_threads_a_device(monkeypatch: pytest.MonkeyPatch, flags: str, threads: str | None) -> None:
     monkeypatch.setenv("XLA_FLAGS", flags)
     assert not provide_threads()
     assert os.environ.get("NPROC") == threads
@@ -31,7 +29,7 @@ def test_one_thread_can_run_while_all_others_wait(
 def test_the_number_of_devices_may_be_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_threads, "_configured_device_count", lambda: 4)
     assert not provide_threads()
-    assert os.environ["NPROC"] == "10"
+    assert os.environ["NPROC"] == "12"
 
 
 @pytest.mark.usefixtures("before_start")
@@ -45,7 +43,7 @@ def test_what_the_environment_has_stays(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_backend_that_runs_with_few_threads_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_threads, "is_backend_started", lambda: True)
     assert len(jax.devices()) == 8
-    assert "set NPROC=22 in the environment before JAX starts" in provide_threads()
+    assert "set NPROC=24 in the environment before JAX starts" in provide_threads()
     assert "NPROC" not in os.environ
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(24)), raising=False)
     assert not provide_threads()

@@ -4,10 +4,11 @@ A tile of 2 x 2 outputs depends on a tile d of 4 x 4 inputs. With the kernel g,
 
     y = A^T (U * V) A,    U = G g G^T,    V = B^T d B,
 
-where `*` is the product of entries or, with channels, 16 products of matrices, (tiles, C) by (C, O). They have 16 / 36
-of the FLOP of the sum. The gradient of the kernel is G^T (V * (A dy A^T)) G, summed over all tiles. That of the input
-is the same convolution of `dy` with the flipped kernel, whose U is that of the kernel in another order. The tiles of a
-few images at a time are made, so that they stay in the cache.
+where `*` is the product of entries or, with channels, 16 products of matrices, (tiles, C) by (C, O). For an even size
+they have 16 / 36 of the FLOP of the sum; the transforms are sums of entries. The gradient of the kernel is
+G^T (V * (A dy A^T)) G, summed over all tiles. That of the input is the same convolution of `dy` with the flipped
+kernel, whose U is that of the kernel in another order. The tiles of a few images at a time are made, so that they stay
+in the cache.
 
 References:
     Winograd: Arithmetic Complexity of Computations, 1980. Lavin, Gray: Fast Algorithms for Convolutional Neural
@@ -25,10 +26,10 @@ from jaxscale.sharding.place import constrain
 from jaxscale.typing import Array, Float
 
 TILES_PER_CHUNK = 512
-"""Tiles that are made at once, at least those of one image. For the stages of a ResNet-18 on images of 32 x 32, 256 and
-1,024 take as long, and 2,048 up to twice as long."""
+"""The most tiles that are made at once, but at least the tiles of one image. For the stages of a ResNet-18 on images of
+32 x 32, 256 and 1,024 take as long, and 2,048 up to twice as long."""
 _FLIPPED = (3, 1, 2, 0)
-"""The entry of U along one dim that the flipped kernel has in each place."""
+"""Index into U, along one dim, of each entry of the U of the flipped kernel."""
 
 _Columns = list[Array]
 """The 4 columns of entries of tiles, each (4 rows, D, tiles, channels), or of transformed kernels, each (4, C, O)."""
@@ -66,7 +67,6 @@ def input_gradient(
 def kernel_gradient(x: Float[Array, "B I J C"], dy: Float[Array, "B P Q O"], pads: Any) -> Float[Array, "3 3 C O"]:
     """Return the gradient of the kernel of `convolve`."""
     output = dy.shape[1:3]
-    x_chunks, dy_chunks = _chunks(x, output), _chunks(dy, output)
 
     def sum_tiles(images: Array, image_gradients: Array) -> _Columns:
         """Return the sums over the tiles of some images, a column of entries each, (4, D, C, O)."""
@@ -76,15 +76,15 @@ def kernel_gradient(x: Float[Array, "B I J C"], dy: Float[Array, "B P Q O"], pad
             for pair in zip(_image_columns(images, pads, output), _gradient_columns(image_gradients), strict=True)
         ]
 
-    if x_chunks.shape[0] == 1:
-        sums = sum_tiles(x_chunks[0], dy_chunks[0])
+    chunks, rest = _chunks((x, dy), output)
+    zeros = jnp.zeros((4, chunks[0].shape[1], x.shape[3], dy.shape[3]), x.dtype)
+    sums = [constrain(zeros, None, "batch", None, "channels")] * 4
+    if chunks[0].shape[0] == 1:
+        sums = sum_tiles(*(array[0] for array in chunks))
     else:
-        zeros = jnp.zeros((4, x_chunks.shape[1], x.shape[3], dy.shape[3]), x.dtype)
-        sums, _ = jax.lax.scan(
-            lambda sums, chunk: (jax.tree.map(jnp.add, sums, sum_tiles(*chunk)), None),
-            [constrain(zeros, None, "batch", None, "channels")] * 4,
-            (x_chunks, dy_chunks),
-        )
+        sums, _ = jax.lax.scan(lambda sums, chunk: (jax.tree.map(jnp.add, sums, sum_tiles(*chunk)), None), sums, chunks)
+    if rest[0].shape[1] > 0:
+        sums = jax.tree.map(jnp.add, sums, sum_tiles(*rest))
     columns = [_to_kernel(*entries.sum(1)) for entries in sums]
     return jnp.stack([jnp.stack(_to_kernel(*row)) for row in zip(*columns, strict=True)])
 
@@ -103,12 +103,16 @@ def _filtered(x: Float[Array, "B I J C"], pads: Any, product: Callable[[int, Arr
         outputs = jnp.stack(rows, axis=3).reshape(*shape[:2], 2 * shape[2], 2 * shape[3], -1)
         return constrain(outputs[:, :, : output[0], : output[1]], "batch", None, None, None, "channels")
 
-    chunks = _chunks(x, output)
+    (chunks,), (rest,) = _chunks((x,), output)
     if chunks.shape[0] == 1:
-        outputs = filter_images(chunks[0])[None]
+        outputs = filter_images(chunks[0])
     else:
-        _, outputs = jax.lax.scan(lambda _, images: (None, filter_images(images)), None, chunks)
-    return outputs.swapaxes(0, 1).reshape(x.shape[0], *outputs.shape[3:])
+        _, outputs_by_chunk = jax.lax.scan(lambda _, images: (None, filter_images(images)), None, chunks)
+        by_shard = outputs_by_chunk.swapaxes(0, 1)
+        outputs = by_shard.reshape(by_shard.shape[0], -1, *by_shard.shape[3:])
+    if rest.shape[1] > 0:
+        outputs = jnp.concatenate([outputs, filter_images(rest)], axis=1)
+    return outputs.reshape(x.shape[0], *outputs.shape[2:])
 
 
 def _tile_counts(output: tuple[int, ...]) -> tuple[int, int]:
@@ -116,15 +120,31 @@ def _tile_counts(output: tuple[int, ...]) -> tuple[int, int]:
     return (output[0] + 1) // 2, (output[1] + 1) // 2
 
 
-def _chunks(images: Float[Array, "B I J C"], output: tuple[int, ...]) -> Float[Array, "_ D N I J C"]:
-    """Return images as (chunks, shards of the batch, images, ...); `output` is the size of the outputs."""
-    shards = shard_count(axes_by_dim(images.shape, "batch", None, None, None)[0])
-    image_count = images.shape[0] // shards
+def _chunks(arrays: tuple[Array, ...], output: tuple[int, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Divide batches of images (B, I, J, C) into chunks of equal size and a rest.
+
+    Args:
+        arrays: images, or gradients of their outputs.
+        output: rows and columns of an output.
+
+    Returns:
+        For each array, the chunks (chunks, shards of the batch, images, I, J, C), and the rest (shards, images, I, J,
+        C), which may have no images.
+    """
+    shards = shard_count(axes_by_dim(arrays[0].shape, "batch", None, None, None)[0])
+    image_count = arrays[0].shape[0] // shards
     tile_rows, tile_columns = _tile_counts(output)
-    most_images = min(image_count, max(1, TILES_PER_CHUNK // (tile_rows * tile_columns)))
-    chunk_size = next(count for count in range(most_images, 0, -1) if image_count % count == 0)
-    chunks = images.reshape(shards, image_count // chunk_size, chunk_size, *images.shape[1:]).swapaxes(0, 1)
-    return constrain(chunks, None, "batch", None, None, None, None)
+    most_images = max(1, TILES_PER_CHUNK // (tile_rows * tile_columns))
+    chunk_size = -(-image_count // -(-image_count // most_images))
+    chunk_count = image_count // chunk_size
+    chunks, rests = [], []
+    for array in arrays:
+        by_shard = array.reshape(shards, image_count, *array.shape[1:])
+        whole, rest = jnp.split(by_shard, [chunk_count * chunk_size], axis=1)
+        whole_chunks = whole.reshape(shards, chunk_count, chunk_size, *array.shape[1:]).swapaxes(0, 1)
+        chunks.append(constrain(whole_chunks, None, "batch", None, None, None, None))
+        rests.append(constrain(rest, "batch", None, None, None, None))
+    return tuple(chunks), tuple(rests)
 
 
 def _image_columns(images: Float[Array, "D N I J C"], pads: Any, output: tuple[int, ...]) -> _Columns:
