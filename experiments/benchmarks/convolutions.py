@@ -1,0 +1,110 @@
+"""Convolutions on a CPU and their gradients, by XLA's convolutions, products of patches and minimal filtering.
+
+    python experiments/benchmarks/convolutions.py [--tiny] [--images 32] [--calls 11]
+
+The convolutions of a ResNet-18's stages on images of 32 x 32: 3 x 3 kernels, stride 1, float32, 2.4 GFLOP each for 32
+images. All run on one core. A figure is the median processor time of the calls. The error is the root mean square of
+the difference from a sum in float64, divided by that sum's root mean square, for the first stage.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from figures import Figure, show
+
+from jaxscale.layers import conv
+from jaxscale.layers.by_products import patches, winograd
+
+STAGES = ((64, 32), (128, 16), (256, 8), (512, 4))
+"""Channels, and rows and columns, of each stage."""
+SAME = ((1, 1), (1, 1))
+
+
+def methods(size: int) -> dict[str, Callable[..., Any]]:
+    """Return functions of (x, w, dy), by the name of the result and of the method."""
+
+    def by_xla(x: Any, w: Any) -> Any:
+        return conv._convolve(x, w, (1, 1), SAME)
+
+    return {
+        "y, convolution": lambda x, w, dy: by_xla(x, w),
+        "y, minimal filtering": lambda x, w, dy: winograd.convolve(x, w, SAME),
+        "dx, convolution": lambda x, w, dy: jax.linear_transpose(lambda x: by_xla(x, w), x)(dy)[0],
+        "dx, minimal filtering": lambda x, w, dy: winograd.input_gradient(dy, w, (size, size), SAME),
+        "dw, convolution": lambda x, w, dy: jax.linear_transpose(lambda w: by_xla(x, w), w)(dy)[0],
+        "dw, patches": lambda x, w, dy: patches.kernel_gradient(x, dy, (3, 3), (1, 1), SAME),
+        "dw, minimal filtering": lambda x, w, dy: winograd.kernel_gradient(x, dy, SAME),
+    }
+
+
+def arrays(images: int, channels: int, size: int) -> list[np.ndarray]:
+    """Return (x, w, dy) in float64."""
+    rng = np.random.default_rng(0)
+    shapes = ((images, size, size, channels), (3, 3, channels, channels), (images, size, size, channels))
+    return [rng.normal(size=shape) for shape in shapes]
+
+
+def exact(x: np.ndarray, w: np.ndarray, dy: np.ndarray) -> dict[str, np.ndarray]:
+    """Return y, dx and dw in float64."""
+
+    def shifted(array: np.ndarray, row: int, column: int) -> np.ndarray:
+        padded = np.pad(array, ((0, 0), (1, 1), (1, 1), (0, 0)))
+        return padded[:, row : row + array.shape[1], column : column + array.shape[2]]
+
+    places = [(row, column) for row in range(3) for column in range(3)]
+    return {
+        "y": np.asarray(sum(shifted(x, *place) @ w[place] for place in places)),
+        "dx": np.asarray(sum(shifted(dy, 2 - row, 2 - column) @ w[row, column].T for row, column in places)),
+        "dw": np.reshape(
+            [np.einsum("bpqc,bpqo->co", shifted(x, *place), dy, optimize=True) for place in places], w.shape
+        ),
+    }
+
+
+def milliseconds(function: Callable[..., Any], operands: list[Any], calls: int) -> float:
+    """Return the median processor time of some calls."""
+    seconds = []
+    for _ in range(calls + 2):
+        start = time.process_time()
+        jax.block_until_ready(function(*operands))
+        seconds.append(time.process_time() - start)
+    return 1000 * statistics.median(seconds[2:])
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--tiny", action="store_true", help="one image and one call: shows that it works, not the figures"
+    )
+    parser.add_argument("--images", type=int, default=32, help="images in a batch (default: 32)")
+    parser.add_argument("--calls", type=int, default=11, help="timed calls (default: 11)")
+    arguments = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    images, calls = (1, 1) if arguments.tiny else (arguments.images, arguments.calls)
+    figures, errors = [], []
+    for channels, size in ((8, 4),) if arguments.tiny else STAGES:
+        wide = arrays(images, channels, size)
+        narrow = [jnp.asarray(array, jnp.float32) for array in wide]
+        expected = None if errors else exact(*wide)
+        for name, function in methods(size).items():
+            compiled = jax.jit(function)
+            figures.append(Figure(f"{channels} channels: {name}", milliseconds(compiled, narrow, calls), "ms"))
+            if expected is not None:
+                sums = expected[name.partition(",")[0]]
+                error = np.sqrt(np.mean((np.float64(compiled(*narrow)) - sums) ** 2) / np.mean(sums**2))
+                errors.append(Figure(f"error: {name}", float(error), ""))
+    show([*figures, *errors], "Convolutions on one core")
+
+
+if __name__ == "__main__":
+    main()
