@@ -40,10 +40,10 @@ USUAL_STATES = (StatePlan(), StatePlan(moments="int8"), StatePlan(master="split"
 """Number formats of the state of usual steps."""
 
 NEARER_MARGIN = 0.12
-"""Margin that replaces `MARGIN` if the piece of the step that needs the most memory was compiled."""
+"""Margin that replaces the others if the piece of the step that needs the most memory was compiled."""
 
-PIPELINED_MARGIN = 0.2
-"""Margin of a pipelined step on a TPU."""
+TPU_MARGIN = 0.2
+"""Margin that replaces `MARGIN` on a TPU: of steps that are not usual, and of pipelined ones."""
 
 WIDE_MARGIN = 0.3
 """Margin of steps for which fewer than `LEAST_PROGRAMS` errors are recorded: partly trained ones, asynchronous
@@ -214,7 +214,5 @@ def margin(
             return WIDE_MARGIN
     if is_compiled:
         return NEARER_MARGIN
-    pipelined_margin = PIPELINED_MARGIN if kind == "tpu" else MARGIN
     margin_by_kind = {"usual": NARROW_MARGIN, "irregular": IRREGULAR_MARGIN}
-    margin_by_kind |= dict.fromkeys(("pipelined", "asynchronous"), pipelined_margin)
-    return margin_by_kind.get(step_kind, MARGIN)
+    return margin_by_kind.get(step_kind, TPU_MARGIN if kind == "tpu" else MARGIN)

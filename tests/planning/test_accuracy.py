@@ -96,12 +96,13 @@ def test_a_step_is_usual_only_if_it_is_like_those_that_were_recorded(chip, field
 
 
 def test_each_kind_of_step_has_its_margin():
-    assert accuracy.margin("tpu") == accuracy.margin("gpu") == accuracy.MARGIN
+    assert accuracy.margin("tpu") == accuracy.TPU_MARGIN
+    assert accuracy.margin("gpu") == accuracy.MARGIN
     assert accuracy.margin("tpu", "usual") == accuracy.NARROW_MARGIN
     assert accuracy.margin("tpu", "usual", is_compiled=True) == accuracy.NEARER_MARGIN
     assert accuracy.margin("tpu", "usual", is_partly_trained=True) == accuracy.WIDE_MARGIN
     assert accuracy.margin("tpu", "irregular") == accuracy.margin("gpu", "irregular") == accuracy.IRREGULAR_MARGIN
-    assert accuracy.margin("tpu", "pipelined") == accuracy.margin("tpu", "asynchronous") == accuracy.PIPELINED_MARGIN
+    assert accuracy.margin("tpu", "pipelined") == accuracy.margin("tpu", "asynchronous") == accuracy.TPU_MARGIN
     assert accuracy.margin("gpu", "pipelined") == accuracy.MARGIN
 
 

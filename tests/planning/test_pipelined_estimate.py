@@ -138,7 +138,7 @@ def test_seconds_and_margin(piped):
     assert found.simulation is not None
     assert 0.27 < found.simulation.bubble < 0.6  # (p-1)/(m+p-1), and what the head adds to the last stage
     assert "simulated: " in str(found)
-    assert found.margin == accuracy.PIPELINED_MARGIN
+    assert found.margin == accuracy.TPU_MARGIN
     assert "pipelined train steps" in str(found)
     on_cpu = fit(piped("1f1b:4x8"), "cpu x 4")
     assert on_cpu.simulation is None
@@ -159,11 +159,11 @@ def test_recorded_programs():
         step_estimate = estimate(experiment, case["platform"])
         errors.append(step_estimate.device_bytes / row["device"] - 1)
         if is_asynchronous:
-            assert abs(errors.pop()) <= accuracy.PIPELINED_MARGIN, case
+            assert abs(errors.pop()) <= accuracy.TPU_MARGIN, case
             continue
         is_unseen = row["design"] == "unseen pipelined TPU"  # nothing was fitted on its steps
         assert errors[-1] >= (-0.135 if is_unseen else -0.125), case
-        assert errors[-1] <= (accuracy.PIPELINED_MARGIN if is_unseen else accuracy.MARGIN), case
+        assert errors[-1] <= (accuracy.TPU_MARGIN if is_unseen else accuracy.MARGIN), case
     assert len(errors) > 95
     assert statistics.median(map(abs, errors)) <= 0.045
     assert statistics.mean(errors) >= -0.05
