@@ -209,6 +209,7 @@ class Treatment:
             the host between the forward and the backward pass of a stage.
         is_held_back: whether recomputation outside loops is delayed until its gradient is available. This is for
             backends that would otherwise run the recomputation early.
+        is_recorded: whether the wrappers record their blocks, so that every block must get its own parameters.
 
     Example:
         >>> Treatment(unroll=2).segment is None
@@ -222,6 +223,7 @@ class Treatment:
     sequence: Runner | None = None
     host_names: frozenset[str] = frozenset()
     is_held_back: bool = False
+    is_recorded: bool = False
 
     def __post_init__(self) -> None:
         if self.segment is not None and self.segment < 1:

@@ -112,7 +112,7 @@ class LayerGroup:
                 if period > 1 and wrapper is blocks.identity:
                     traced_block, has_checkpoint = _traced(block, (*layer_inputs[:2], x, *layer_inputs[2:]))
                 # a checkpoint of the block's own would lose its effect inside the one that does not keep slices
-                if period > 1 and not self.has_padding and not has_checkpoint:
+                if period > 1 and not (self.has_padding or has_checkpoint or blocks.treatment().is_recorded):
                     wrapper, own_params = _with_own_weights(wrapper, params, position), params
                 wrapped_block = self._wrapped(traced_block, wrapper, is_rolled)
                 x, layer_result = wrapped_block(own_params, layer_inputs[1], x, *layer_inputs[2:])

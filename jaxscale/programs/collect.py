@@ -111,7 +111,7 @@ def collect(
         return record_and_run
 
     run_sequence = blocks.one_after_another if is_sequence else None
-    with blocks.treating(blocks.Treatment(recording_wrapper, sequence=run_sequence)):
+    with blocks.treating(blocks.Treatment(recording_wrapper, sequence=run_sequence, is_recorded=True)):
         # a new function each time, because JAX could return a cached trace made without the recorder
         model_jaxpr = jax.make_jaxpr(lambda *args: fn(*args))(*args)
     run_counts: Counter[int] = Counter()  # by index of the recording

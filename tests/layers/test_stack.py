@@ -17,6 +17,10 @@ from jaxscale.layers.linear import Linear
 from jaxscale.layers.mlp import MLP
 from jaxscale.layers.norm import RMSNorm
 from jaxscale.layers.stack import Chain, Stack
+from jaxscale.memory.apply import treatment_for
+from jaxscale.memory.decide import decide
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.programs.collect import collect
 from tests.tiers import variants
 
 
@@ -129,6 +133,20 @@ def test_a_cycle_keeps_no_copies_of_weights_for_the_backward_pass(wrapper):
     assert {shape for shape in kept_shapes if shape[1:] in weight_shapes} == set()
     weight_count = sum(leaf.shape == (6, 4, 8) for leaf in jax.tree.leaves(params))
     assert kept_shapes.count((3, 2, 4, 8)) == weight_count > 0  # the weights themselves
+
+
+def test_a_save_set_for_a_cycle_is_for_its_blocks():
+    graphdef, params = nnx.split(_stack(layers=4), nnx.Param)
+    cycle = ({"scale": 1.0}, {"scale": 0.5})
+
+    def loss(params):
+        return jnp.sum(nnx.merge(graphdef, params, copy=True)(_x(), cycle=cycle) ** 2)
+
+    params = nnx.to_pure_dict(params)
+    treatment = treatment_for(decide(MemoryPlan.parse("save:1KiB"), collect(loss, params)))
+    expected = jax.grad(loss)(params)
+    with blocks.treating(treatment):
+        _same(jax.grad(lambda params: loss(params))(params), expected)
 
 
 def _kept_count(block, layers, cycle, has_padding=False):
