@@ -207,6 +207,6 @@ def test_steps_with_parameters_that_are_not_trained_have_a_margin_of_their_own(p
     experiment = planned("data:4")
     adapters = dataclasses.replace(experiment, model=LoRA(experiment.model, rank=2, base="int8"))
     whole, part = fit(experiment, V5E), fit(adapters, V5E)
-    assert (whole.margin, part.margin) == (0.15, 0.3)
+    assert (whole.margin, part.margin) == (0.2, 0.3)
     assert "no errors are recorded for estimates of steps that train only some parameters" in str(part)
     assert "trained in part" not in str(whole)
