@@ -48,6 +48,8 @@ GROUPED_SHARE = 0.1
 """Share of the combinations in which the weights of the MLP have a rule of their own."""
 SCHEDULE_SHARE = 0.1
 """Share of the combinations in which a function returns the learning rate."""
+WINDOWS_SHARE = 0.2
+"""Share of the combinations in which every other block attends within a window, so that blocks repeat in cycles."""
 GROUPS = '{"mlp": {"name": "sgd", "momentum": 0.9, "learning_rate": 0.01}}'
 SGD = {
     "optimizer.name": "sgd",
@@ -71,6 +73,7 @@ class Draw:
         seed: of weights and batches.
         batch: rows of the global batch; `None`: what `rows` comes to.
         has_own_schedule: the learning rate is what a function returns, which falls from that of the draw.
+        has_windows: every other block attends within a window.
     """
 
     techniques: tuple[tuple[str, str], ...]
@@ -81,6 +84,7 @@ class Draw:
     seed: int = 0
     batch: int | None = None
     has_own_schedule: bool = False
+    has_windows: bool = False
 
     @property
     def plan(self) -> dict[str, str]:
@@ -95,7 +99,7 @@ class Draw:
     def __str__(self) -> str:
         flags = " ".join(f"--{path.replace('_', '-')} {text}" for path, text in self.techniques)
         extras = f"length {self.length}, rows {self.rows}"
-        extras += ", own schedule" * self.has_own_schedule
+        extras += ", own schedule" * self.has_own_schedule + ", windows" * self.has_windows
         extras += ", packed" * self.packed + f", dropout {self.dropout}" * (self.dropout > 0)
         return f"{flags} ({extras})"
 
@@ -139,6 +143,7 @@ def draw(seed: int, index: int) -> Draw:
         dropout=0.1 if rng.random() < 0.2 else 0.0,
         seed=index,
         has_own_schedule=_has_own_schedule(seed, index, techniques),
+        has_windows=random.Random(f"{seed}/{index}/windows").random() < WINDOWS_SHARE,
     )
     if long and _streams(techniques):  # a pipe takes a dozen steps to fill, and each of its twins as many
         one = dataclasses.replace(one, length=64)

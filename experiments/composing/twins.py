@@ -123,6 +123,7 @@ def experiment_of(draw: Draw) -> Experiment:
         mlp=2 * WIDTH,
         dropout=draw.dropout,
         init_std=0.2,
+        windows=(draw.length // 4, None) if draw.has_windows else (None,),
     )
     optimizer = override(Optimizer(), draw.optimizer)
     if draw.has_own_schedule:

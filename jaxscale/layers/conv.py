@@ -4,14 +4,15 @@ Mixed precision is as in `linear.py`: a convolution computes in the type of its 
 has the type of the kernel. Left out: grouped and transposed convolutions; on a CPU, forward-mode differentiation, which
 a custom backward pass excludes.
 
-On a CPU, products of matrices compute a convolution in float32 (`by_products`). If its kernel is 3 x 3, its stride 1,
-and it has at least `WINOGRAD_CHANNELS` channels, it is computed by minimal filtering. Otherwise, only its gradients are
+On a CPU, products of matrices compute a convolution in float32 (`cpu_convolutions`). If its kernel is 3 x 3, its
+stride 1, and it has many channels (`FILTERED`), it is computed by minimal filtering. Otherwise, only its gradients are
 products, of patches: XLA:CPU computes a forward convolution near the speed of a product, but the gradient of the kernel
 as a convolution whose window is the whole image, which takes up to twice as long, and for small images it spends much
 of the gradient of the input on flipping the kernel.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,9 +24,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.blocks import Context
 from jaxscale.errors import UserError
-from jaxscale.layers.by_products import patches, winograd
+from jaxscale.layers.cpu_convolutions import patches, winograd
 from jaxscale.layers.linear import Initializer, add_bias
 from jaxscale.layers.norm import as_row
+from jaxscale.layers.shards import batch_shard_count
 from jaxscale.layers.traced_device import traced_device
 from jaxscale.sharding.place import MeshAndRules, constrain, current, reopened_layout
 from jaxscale.typing import Array, Float
@@ -46,10 +48,11 @@ MAX_POSITIONS = 2048
 """Output positions of a shard of the batch up to which a product computes `dx`. It makes `h w C` floats per position,
 which more positions would write to memory and read again."""
 
-WINOGRAD_CHANNELS = 32
-"""Channels, of input and output, from which `winograd` computes a convolution and `dx`."""
-WINOGRAD_KERNEL_CHANNELS = 128
-"""Channels, of input and output, from which `winograd` computes `dw`."""
+FILTERED = {"least_channels": 32, "most_positions": 128 * 128}
+"""Least channels, and most output positions of an image, for which `winograd` computes a convolution and `dx`. Tiles of
+larger images do not stay in the cache: one of 224 x 224 with 64 channels takes 1.6 times as long as a convolution."""
+FILTERED_KERNEL = {"least_channels": 128, "most_positions": MAX_POSITIONS_PER_IMAGE}
+"""The same for `dw`."""
 
 
 def _pads(padding: Padding, image_size: Sequence[int], window: Sequence[int], strides: Sequence[int]) -> Any:
@@ -95,12 +98,23 @@ def _convolve_mixed_backward(strides: Any, pads: Any, residuals: Any, dy: Any) -
 _convolve_mixed.defvjp(_convolve_mixed_forward, _convolve_mixed_backward)
 
 
-def _has_tiles(
-    image_shape: Sequence[int], kernel_shape: Sequence[int], strides: Any, pads: Any, least_channels: int
+def _is_by_tiles(
+    image_shape: Sequence[int],
+    kernel_shape: Sequence[int],
+    strides: Any,
+    pads: Any,
+    *,
+    least_channels: int,
+    most_positions: int,
 ) -> bool:
-    """Return whether `winograd` computes a convolution or a gradient.
+    """Return whether `winograd` computes a convolution or one of its gradients.
 
-    It does so from `least_channels` channels, of input and output, on.
+    Args:
+        image_shape: shape of the images.
+        kernel_shape: shape of the kernel.
+        strides, pads: those of the convolution.
+        least_channels: fewest channels, of input and of output, for which it does.
+        most_positions: most output positions of an image for which it does.
     """
     output = [image_shape[1 + dim] + sum(pads[dim]) - 2 for dim in range(2)]
     return (
@@ -108,13 +122,14 @@ def _has_tiles(
         and tuple(strides) == (1, 1)
         and min(kernel_shape[2:]) >= least_channels
         and min(*image_shape[:3], *output) > 0
+        and math.prod(output) <= most_positions
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _convolve_on_cpu(x: Any, w: Any, strides: Any, pads: Any, layout: MeshAndRules | None) -> Any:
     """Compute `_convolve` for `x` and `w` in float32 by products. `layout` is the one in force."""
-    if _has_tiles(x.shape, w.shape, strides, pads, WINOGRAD_CHANNELS):
+    if _is_by_tiles(x.shape, w.shape, strides, pads, **FILTERED):
         with reopened_layout(layout):
             return winograd.convolve(x, w, pads)
     return _convolve(x, w, strides, pads)
@@ -129,13 +144,13 @@ def _convolve_on_cpu_backward(strides: Any, pads: Any, layout: MeshAndRules | No
     x, w = residuals
     position_count = dy.shape[1] * dy.shape[2]
     with reopened_layout(layout):
-        if _has_tiles(x.shape, w.shape, strides, pads, WINOGRAD_CHANNELS):
+        if _is_by_tiles(x.shape, w.shape, strides, pads, **FILTERED):
             dx = winograd.input_gradient(dy, w, x.shape[1:3], pads)
-        elif 0 < position_count * dy.shape[0] // patches.batch_shard_count(x.shape) <= MAX_POSITIONS:
+        elif 0 < position_count * dy.shape[0] // batch_shard_count(x.shape) <= MAX_POSITIONS:
             dx = patches.input_gradient(dy, w, x.shape[1:3], strides, pads)
         else:
             (dx,) = jax.linear_transpose(lambda x: _convolve(x, w, strides, pads), x)(dy)
-        if _has_tiles(x.shape, w.shape, strides, pads, WINOGRAD_KERNEL_CHANNELS):
+        if _is_by_tiles(x.shape, w.shape, strides, pads, **FILTERED_KERNEL):
             dw = winograd.kernel_gradient(x, dy, pads)
         elif dy.size > 0 and position_count <= MAX_POSITIONS_PER_IMAGE:
             dw = patches.kernel_gradient(x, dy, w.shape[:2], strides, pads)

@@ -103,21 +103,14 @@ class LayerGroup:
 
         def run_cycle(x: Any, cycle_inputs: PyTree) -> tuple[Any, PyTree]:
             """Run one cycle of layers, and return the next `x` and the layers' results."""
-            params = cycle_inputs[0]
+            if period == 1:
+                params, state, *others = cycle_inputs
+                return self._wrapped(self.cycle[0], self.wrapper, is_rolled)(params, state, x, *others)
             layer_results = []
-            layers = [cycle_inputs] if period == 1 else unstack(cycle_inputs, period)
-            for position, (block, layer_inputs) in enumerate(zip(self.cycle, layers, strict=True)):
-                wrapper, own_params = self.wrapper, layer_inputs[0]
-                traced_block, has_checkpoint = block, False
-                if period > 1 and wrapper is blocks.identity:
-                    traced_block, has_checkpoint = _traced(block, (*layer_inputs[:2], x, *layer_inputs[2:]))
-                # a checkpoint of the block's own would lose its effect inside the one that does not keep slices
-                if period > 1 and not (self.has_padding or has_checkpoint or blocks.treatment().is_recorded):
-                    wrapper, own_params = _with_own_weights(wrapper, params, position), params
-                wrapped_block = self._wrapped(traced_block, wrapper, is_rolled)
-                x, layer_result = wrapped_block(own_params, layer_inputs[1], x, *layer_inputs[2:])
+            for position, layer_inputs in enumerate(unstack(cycle_inputs, period)):
+                x, layer_result = self._run_in_cycle(position, cycle_inputs[0], layer_inputs, x, is_rolled)
                 layer_results.append(layer_result)
-            return x, layer_results[0] if period == 1 else restack(layer_results)
+            return x, restack(layer_results)
 
         x, scan_results = jax.lax.scan(
             run_cycle,
@@ -126,6 +119,26 @@ class LayerGroup:
             unroll=cycles_per_iteration,
         )
         return x, scan_results if period == 1 else _merge_leading_dims(scan_results)
+
+    def _run_in_cycle(
+        self, position: int, cycle_params: PyTree, layer_inputs: PyTree, x: Any, is_rolled: bool
+    ) -> tuple[Any, PyTree]:
+        """Run one layer of a cycle; return the next `x` and the layer's result.
+
+        If the layer's parameters were sliced outside its block, the scan would keep a copy of all of them for the
+        backward pass. The slices are made outside nevertheless if the block is recorded with its own parameters, if it
+        may be padding, because the conditional around it would keep the parameters of the cycle, and if it contains a
+        checkpoint, which would lose its effect inside the one that does not keep slices.
+        """
+        block, (params, state, *others) = self.cycle[position], layer_inputs
+        is_sliced_inside = not (self.has_padding or blocks.treatment().is_recorded)
+        if is_sliced_inside and self.wrapper is blocks.identity:
+            block, has_checkpoint = _traced(block, (params, state, x, *others))
+            is_sliced_inside = not has_checkpoint
+        if is_sliced_inside:
+            wrapper = _with_own_weights(self.wrapper, cycle_params, position)
+            return self._wrapped(block, wrapper, is_rolled)(cycle_params, state, x, *others)
+        return self._wrapped(block, self.wrapper, is_rolled)(params, state, x, *others)
 
     def _wrapped(self, block: BlockFunction, wrapper: Wrapper, is_rolled: bool) -> BlockFunction:
         """Return a wrapped block, which returns its input if its layer is padding."""
@@ -232,11 +245,7 @@ def _traced(block: BlockFunction, args: tuple[Any, ...]) -> tuple[BlockFunction,
 
 
 def _with_own_weights(wrapper: Wrapper, cycle_params: PyTree, position: int) -> Wrapper:
-    """Return a wrapper of blocks that get the parameters of their cycle, and run on those of their own position.
-
-    If the parameters were sliced outside the block, a scan would keep a copy of all of them for the backward pass. So
-    would the conditional around a block that may be padding, if the parameters were sliced inside it.
-    """
+    """Return a wrapper of blocks that get the parameters of their cycle, and run on those of their own position."""
     stacked_shapes = {leaf.shape for leaf in jax.tree.leaves(cycle_params)}
     shapes_by_primitive = {
         "dynamic_slice": stacked_shapes,
@@ -254,7 +263,7 @@ def _with_own_weights(wrapper: Wrapper, cycle_params: PyTree, position: int) -> 
 
     def keep_all_but_slices(primitive: Any, *input_avals: Any, **params: Any) -> bool:
         """Return whether to keep a residual; a policy for `jax.checkpoint`. False for slices of the parameters."""
-        return input_avals[0].shape not in shapes_by_primitive.get(primitive.name, ()) if input_avals else True
+        return not input_avals or input_avals[0].shape not in shapes_by_primitive.get(primitive.name, ())
 
     return with_prepared_args(wrapper, own_args, keep_all_but_slices)
 

@@ -32,6 +32,11 @@ def shard_count(axes: Sequence[str]) -> int:
     return 1 if layout is None else partition.shard_count(layout[0], axes)
 
 
+def batch_shard_count(shape: Sequence[int]) -> int:
+    """Return the number of shards of the first dim, the batch, of an array of this shape under the layout in force."""
+    return shard_count(axes_by_dim(shape, "batch", *(None for _ in shape[1:]))[0])
+
+
 def map_over_devices(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Return `function`, mapped by `shard_map` over the mesh of the layout in force.
 

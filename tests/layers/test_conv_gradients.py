@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxscale.compiler.collectives import collectives
-from jaxscale.layers.by_products import patches
 from jaxscale.layers.conv import convolve
+from jaxscale.layers.cpu_convolutions import patches
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.place import layout
 from jaxscale.sharding.rules import AxisRules

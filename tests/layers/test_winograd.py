@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.compiler.collectives import collectives
 from jaxscale.layers import conv
-from jaxscale.layers.by_products import winograd
 from jaxscale.layers.conv import convolve
+from jaxscale.layers.cpu_convolutions import winograd
 from jaxscale.programs.flop import count_flop
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.place import layout
@@ -91,8 +91,8 @@ def test_errors_are_within_ten_roundings_of_a_random_sum():
 )
 def test_a_mesh_splits_tiles_and_gathers_no_images_of_others(axes, kinds, monkeypatch):
     monkeypatch.setattr(winograd, "TILES_PER_CHUNK", 4)
-    monkeypatch.setattr(conv, "WINOGRAD_CHANNELS", 1)
-    monkeypatch.setattr(conv, "WINOGRAD_KERNEL_CHANNELS", 1)
+    for limits in (conv.FILTERED, conv.FILTERED_KERNEL):
+        monkeypatch.setitem(limits, "least_channels", 1)
     x, w, dy = arrays(16, 4, 4, 2, 4, SAME)
 
     def result_and_gradients(x, w, dy):
@@ -120,17 +120,20 @@ def test_a_mesh_splits_tiles_and_gathers_no_images_of_others(axes, kinds, monkey
 
 
 @pytest.mark.parametrize(
-    ("channels_in", "channels_out", "stride", "dtype", "product_count"),
+    ("size", "channels_in", "channels_out", "stride", "dtype", "product_count"),
     [
-        (32, 32, 1, "float32", 8 + 1),  # 4 for y and for dx, and patches for dw
-        (128, 128, 1, "float32", 12),
-        (31, 128, 1, "float32", 2),  # patches for both gradients
-        (128, 128, 2, "float32", 2),
-        (128, 128, 1, "bfloat16", 0),
+        (4, 32, 32, 1, "float32", 8 + 1),  # 4 for y and for dx, and patches for dw
+        (4, 128, 128, 1, "float32", 12),
+        (65, 128, 128, 1, "float32", 8),  # too large for products of dw
+        (129, 128, 128, 1, "float32", 0),
+        (4, 31, 128, 1, "float32", 2),  # patches for both gradients
+        (4, 128, 128, 2, "float32", 2),
+        (4, 128, 128, 1, "bfloat16", 0),
     ],
 )
-def test_tiles_are_for_many_channels_in_float32(channels_in, channels_out, stride, dtype, product_count):
-    x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, 4, 4, channels_in), (3, 3, channels_in, channels_out)))
+def test_tiles_are_for_many_channels_in_float32(size, channels_in, channels_out, stride, dtype, product_count):
+    shapes = ((2, size, size, channels_in), (3, 3, channels_in, channels_out))
+    x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
 
     def loss(x, w):
         return convolve(x, w, stride=stride).sum()

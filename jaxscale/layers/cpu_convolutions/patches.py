@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxscale.layers.shards import axes_by_dim, shard_count
+from jaxscale.layers.shards import batch_shard_count
 from jaxscale.sharding.place import constrain
 from jaxscale.typing import Array, Float
 
@@ -27,11 +27,6 @@ kernels of 64 channels. For the stages of a ResNet-18 on images of 32 x 32, othe
 def _span(count: int, stride: int) -> int:
     """Return the number of rows from the first to the last of `count` rows at a distance of `stride`."""
     return (count - 1) * stride + 1
-
-
-def batch_shard_count(shape: Sequence[int]) -> int:
-    """Return the number of shards of the batch, the first dim of images of this shape, under the layout in force."""
-    return shard_count(axes_by_dim(shape, "batch", None, None, None)[0])
 
 
 def _transposed_patches(

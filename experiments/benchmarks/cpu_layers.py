@@ -1,10 +1,11 @@
-"""Convolutions on a CPU and their gradients, by XLA's convolutions, products of patches and minimal filtering.
+"""Layers on one core of a CPU, each by the ways of computing it that were compared: convolutions, weights, GELU.
 
-    python experiments/benchmarks/convolutions.py [--tiny] [--images 32] [--calls 11]
+    python experiments/benchmarks/cpu_layers.py [--tiny] [--images 32] [--calls 11]
 
-The convolutions of a ResNet-18's stages on images of 32 x 32: 3 x 3 kernels, stride 1, float32, 2.4 GFLOP each for 32
-images. All run on one core. A figure is the median processor time of the calls. The error is the root mean square of
-the difference from a sum in float64, divided by that sum's root mean square, for the first stage.
+Convolutions: those of a ResNet-18's stages on images of 32 x 32, with 3 x 3 kernels, stride 1, in float32, 2.4 GFLOP
+each for 32 images; and gradients of weights that narrow an MLP, and exact GELUs of 2 million values. A figure is the
+median processor time of the calls. The error is the root mean square of the difference from a sum in float64, divided
+by that sum's root mean square, for the first stage.
 """
 
 import argparse
@@ -19,19 +20,21 @@ import jax.numpy as jnp
 import numpy as np
 from figures import Figure, show
 
-from jaxscale.layers import conv
-from jaxscale.layers.by_products import patches, winograd
+from jaxscale.layers.cpu_convolutions import patches, winograd
+from jaxscale.layers.mlp import gelu
 
 STAGES = ((64, 32), (128, 16), (256, 8), (512, 4))
 """Channels, and rows and columns, of each stage."""
 SAME = ((1, 1), (1, 1))
+NARROWED = ((2048, 1024, 256), (1024, 512, 128), (2048, 2048, 512))
+"""Positions, inputs and outputs of the weights whose gradients are computed."""
 
 
 def methods(size: int) -> dict[str, Callable[..., Any]]:
     """Return functions of (x, w, dy), by the name of the result and of the method."""
 
     def by_xla(x: Any, w: Any) -> Any:
-        return conv._convolve(x, w, (1, 1), SAME)
+        return jax.lax.conv_general_dilated(x, w, (1, 1), SAME, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
     return {
         "y, convolution": lambda x, w, dy: by_xla(x, w),
@@ -42,6 +45,38 @@ def methods(size: int) -> dict[str, Callable[..., Any]]:
         "dw, patches": lambda x, w, dy: patches.kernel_gradient(x, dy, (3, 3), (1, 1), SAME),
         "dw, minimal filtering": lambda x, w, dy: winograd.kernel_gradient(x, dy, SAME),
     }
+
+
+def weight_figures(shape: tuple[int, int, int], calls: int) -> list[Figure]:
+    """Return the times of the gradient of a weight with this number of positions, inputs and outputs."""
+    positions, inputs, outputs = shape
+    rng = np.random.default_rng(0)
+    x, dy = (jnp.asarray(rng.normal(size=(positions, width)), jnp.float32) for width in (inputs, outputs))
+
+    def narrow_product(x: Any, dy: Any) -> Any:
+        return jax.lax.dot_general(dy, x, (((0,), (0,)), ((), ())))
+
+    functions = {
+        "transposition folded": lambda x, dy: narrow_product(x, dy).T,
+        "transposed afterwards": lambda x, dy: jax.lax.optimization_barrier(narrow_product(x, dy)).T,
+    }
+    name = f"gradient of a weight, {positions} positions, {inputs} to {outputs}"
+    return [
+        Figure(f"{name}, {method}", milliseconds(jax.jit(function), [x, dy], calls), "ms")
+        for method, function in functions.items()
+    ]
+
+
+def gelu_figures(count: int, calls: int) -> list[Figure]:
+    """Return the times of a GELU of `count` values, and of its gradient, by erfc and by erf."""
+    x, dy = (jnp.asarray(np.random.default_rng(seed).normal(size=count), jnp.float32) for seed in range(2))
+    functions = {"erfc": lambda x: jax.nn.gelu(x, approximate=False), "erf": gelu}
+    figures = []
+    for name, function in functions.items():
+        figures.append(Figure(f"GELU by {name}", milliseconds(jax.jit(function), [x], calls), "ms"))
+        gradient = jax.jit(lambda x, dy, function=function: jax.vjp(function, x)[1](dy)[0])
+        figures.append(Figure(f"gradient of GELU by {name}", milliseconds(gradient, [x, dy], calls), "ms"))
+    return figures
 
 
 def arrays(images: int, channels: int, size: int) -> list[np.ndarray]:
@@ -103,7 +138,10 @@ def main() -> None:
                 sums = expected[name.partition(",")[0]]
                 error = np.sqrt(np.mean((np.float64(compiled(*narrow)) - sums) ** 2) / np.mean(sums**2))
                 errors.append(Figure(f"error: {name}", float(error), ""))
-    show([*figures, *errors], "Convolutions on one core")
+    for shape in ((16, 8, 4),) if arguments.tiny else NARROWED:
+        figures += weight_figures(shape, calls)
+    figures += gelu_figures(1024 if arguments.tiny else 2048 * 1024, calls)
+    show([*figures, *errors], "Layers on one core")
 
 
 if __name__ == "__main__":

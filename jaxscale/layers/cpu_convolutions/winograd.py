@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxscale.layers.shards import axes_by_dim, shard_count
+from jaxscale.layers.shards import batch_shard_count
 from jaxscale.sharding.place import constrain
 from jaxscale.typing import Array, Float
 
@@ -131,7 +131,7 @@ def _chunks(arrays: tuple[Array, ...], output: tuple[int, ...]) -> tuple[tuple[A
         For each array, the chunks (chunks, shards of the batch, images, I, J, C), and the rest (shards, images, I, J,
         C), which may have no images.
     """
-    shards = shard_count(axes_by_dim(arrays[0].shape, "batch", None, None, None)[0])
+    shards = batch_shard_count(arrays[0].shape)
     image_count = arrays[0].shape[0] // shards
     tile_rows, tile_columns = _tile_counts(output)
     most_images = max(1, TILES_PER_CHUNK // (tile_rows * tile_columns))
