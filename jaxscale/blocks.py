@@ -210,6 +210,7 @@ class Treatment:
         is_held_back: whether recomputation outside loops is delayed until its gradient is available. This is for
             backends that would otherwise run the recomputation early.
         is_recorded: whether the wrappers record their blocks, so that every block must get its own parameters.
+        prepare_cycle: function of the parameters of a cycle of layers, applied before the blocks slice their own.
 
     Example:
         >>> Treatment(unroll=2).segment is None
@@ -224,6 +225,7 @@ class Treatment:
     host_names: frozenset[str] = frozenset()
     is_held_back: bool = False
     is_recorded: bool = False
+    prepare_cycle: Callable[[Any], Any] = lambda params: params
 
     def __post_init__(self) -> None:
         if self.segment is not None and self.segment < 1:

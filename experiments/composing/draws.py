@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from jaxscale.errors import UserError
+from jaxscale.memory.chain_decision import CHAIN_RULES
 from jaxscale.memory.plan import FORMS as MEMORY_FORMS
 from jaxscale.memory.plan import POLICIES, MemoryPlan, Selector
 from jaxscale.optim.optimizer import Optimizer
@@ -143,7 +144,6 @@ def draw(seed: int, index: int) -> Draw:
         dropout=0.1 if rng.random() < 0.2 else 0.0,
         seed=index,
         has_own_schedule=_has_own_schedule(seed, index, techniques),
-        has_windows=random.Random(f"{seed}/{index}/windows").random() < WINDOWS_SHARE,
     )
     if long and _streams(techniques):  # a pipe takes a dozen steps to fill, and each of its twins as many
         one = dataclasses.replace(one, length=64)
@@ -158,7 +158,17 @@ def draw(seed: int, index: int) -> Draw:
     changed = one.techniques
     for word, text in words.items():
         changed = tuple((path, value.replace(word, text)) for path, value in changed)
-    return dataclasses.replace(one, techniques=changed)
+    one = dataclasses.replace(one, techniques=changed)
+    has_windows = random.Random(f"{seed}/{index}/windows").random() < WINDOWS_SHARE
+    return dataclasses.replace(one, has_windows=has_windows and _may_cycle(one.plan))
+
+
+def _may_cycle(plan: Mapping[str, str]) -> bool:
+    """Whether blocks may repeat in cycles of two: each stage has one, and no rule is for a chain of alike blocks."""
+    if MemoryPlan.parse(plan.get("memory", "none")).rule in set(CHAIN_RULES) - {"none", "full"}:
+        return False
+    pipeline = PipelinePlan.parse(plan["pipeline"]) if "pipeline" in plan else None
+    return pipeline is None or pipeline.name == "auto" or 2 * pipeline.schedule().stages <= LAYERS
 
 
 def techniques() -> list[tuple[str, Any]]:

@@ -107,8 +107,9 @@ class LayerGroup:
                 params, state, *others = cycle_inputs
                 return self._wrapped(self.cycle[0], self.wrapper, is_rolled)(params, state, x, *others)
             layer_results = []
+            cycle_params = blocks.treatment().prepare_cycle(cycle_inputs[0])
             for position, layer_inputs in enumerate(unstack(cycle_inputs, period)):
-                x, layer_result = self._run_in_cycle(position, cycle_inputs[0], layer_inputs, x, is_rolled)
+                x, layer_result = self._run_in_cycle(position, cycle_params, layer_inputs, x, is_rolled)
                 layer_results.append(layer_result)
             return x, restack(layer_results)
 

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxscale.blocks import Treatment, Wrapper
 from jaxscale.memory.keep_named import Keeping
 from jaxscale.memory.prepared import with_prepared_args
-from jaxscale.sharding.memory_space import to_device
+from jaxscale.sharding.memory_space import to_device, to_host
 from jaxscale.typing import Array
 
 FETCHED = "jaxscale:fetched"
@@ -67,6 +67,28 @@ def _with_gradient_to_tie(weight: Array, tie: Array) -> Array:
 _with_gradient_to_tie.defvjp(lambda weight, tie: (weight, None), lambda _, gradient: (None, gradient))
 
 
+@jax.custom_vjp
+def _zeros_on_device(weight: Array) -> Array:
+    """Return zeros on the device, whose gradient goes to the host as that of `weight`."""
+    return jnp.zeros(weight.shape, weight.dtype)
+
+
+_zeros_on_device.defvjp(lambda weight: (_zeros_on_device(weight), None), lambda _, gradient: (to_host(gradient),))
+
+
+def with_device_gradients(params: Any) -> Any:
+    """Return the parameters of a cycle of layers, whose gradients are summed on the device and then go to the host.
+
+    Each layer of a cycle has a gradient for its slice of the stacked weights, and arrays on the host cannot be added.
+    """
+
+    def with_tie(node: Any) -> Any:
+        is_untied = isinstance(node, Streamed) and node.tie is None
+        return dataclasses.replace(node, tie=_zeros_on_device(node.weight)) if is_untied else node
+
+    return jax.tree.map(with_tie, params, is_leaf=lambda node: isinstance(node, Streamed))
+
+
 def keep_all_but_weights(primitive: Any, *input_avals: Any, **params: Any) -> bool:
     """Return whether to keep a residual; a policy for `jax.checkpoint`.
 
@@ -92,8 +114,10 @@ def with_streamed_weights(treatment: Treatment) -> Treatment:
             again. The treatment must not have segments of several blocks, because stacked weights would be sliced
             before the fetch.
     """
-
-    return treatment.with_wrappers(lambda wrapper: with_prepared_args(wrapper, fetch_weights, keep_all_but_weights))
+    treatment = treatment.with_wrappers(
+        lambda wrapper: with_prepared_args(wrapper, fetch_weights, keep_all_but_weights)
+    )
+    return dataclasses.replace(treatment, prepare_cycle=with_device_gradients)
 
 
 def with_deferred_offload(treatment: Treatment) -> Treatment:

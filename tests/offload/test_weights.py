@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxscale import blocks
+from jaxscale.blocks import Context
 from jaxscale.layers.mlp import MLP
 from jaxscale.layers.stack import Chain, Stack
 from jaxscale.memory.apply import treatment_for, wrapper
@@ -23,8 +24,28 @@ from tests.tiers import variants
 LAYERS, WIDTH = 3, 8
 
 
+class Scaled(nnx.Module):
+    def __init__(self, rngs):
+        self.mlp = MLP(WIDTH, 16, rngs=rngs)
+
+    def __call__(self, x, *, context=Context(), scale):
+        return x + scale * self.mlp(x, context=context)
+
+
+class Cycled(nnx.Module):
+    """A stack whose blocks repeat in two cycles of two, and one block more."""
+
+    def __init__(self, rngs):
+        self.stack = Stack(Scaled, 5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.stack(x, cycle=({"scale": 1.0}, {"scale": 0.5}))
+
+
 def model(kind):
     rngs = nnx.Rngs(0)
+    if kind == "cycles":
+        return Cycled(rngs)
     if kind == "stack":
         return Stack(lambda rngs: MLP(WIDTH, 16, rngs=rngs), LAYERS, rngs=rngs)
     return Chain([MLP(WIDTH, hidden, rngs=rngs) for hidden in (16, 24)])
@@ -55,13 +76,15 @@ DEFAULT = [
     ("host", "save:2KiB", "stack"),
     ("host", "dots", "chain"),
     ("device", "save:1MiB", "chain"),
+    ("host", "none", "cycles"),
+    ("device", "full", "cycles"),
 ]
 PLANS = ["none", "dots", "full", "save:2KiB", "save:1MiB"]
 
 
 @pytest.mark.parametrize(
     ("where", "memory", "kind"),
-    variants(itertools.product(["device", "host"], PLANS, ["stack", "chain"]), default=DEFAULT),
+    variants(itertools.product(["device", "host"], PLANS, ["stack", "chain", "cycles"]), default=DEFAULT),
 )
 def test_gradients_are_those_of_weights_on_the_device(kind, memory, where):
     graphdef, params = parts(kind)
