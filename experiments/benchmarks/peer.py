@@ -61,6 +61,8 @@ def recipe(size: str) -> Any:
 def train(size: str, steps: int, seed: int = 0, *, is_whole: bool = False) -> dict[str, Any]:
     """Train the recipe; return the seconds of each step and the held-out loss."""
     import jaxscale as jx
+    from jaxscale.platforms.cpu_threads import limit_loop_depth
+    from jaxscale.recipe.loop_depth import loop_depth_of
 
     experiment = dataclasses.replace(recipe(size), steps=steps, seed=seed)
     if not is_whole:  # speed alone: nothing between the steps
@@ -76,6 +78,7 @@ def train(size: str, steps: int, seed: int = 0, *, is_whole: bool = False) -> di
         if event.kind == "step":
             processor.append(time.process_time())
 
+    limit_loop_depth(loop_depth_of(experiment))  # as `jaxscale train` does
     with tempfile.TemporaryDirectory() as folder:
         run = jx.train(experiment, out=Path(folder) / "run", quiet=True, callbacks=[note])
         wall = [row["step_seconds"] for row in run.metrics if row["kind"] == "train"]

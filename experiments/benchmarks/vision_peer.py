@@ -4,9 +4,10 @@
 
 Images of 32 x 32 pixels, 32 a step, AdamW, clipped gradients, float32. Both sides run in processes of their own, in
 turns: wall seconds with all cores, and processor seconds of both sides with one core and one thread (one device).
-PyTorch computes the convolutions in its channels-last layout, which is the faster one. A ratio is PyTorch's median step
-over jaxscale's; the median over the rounds is compared with the bar, and the smallest and the largest are printed.
-Without an interpreter that has torch (`--torch`; this one by default), jaxscale's seconds alone are printed.
+PyTorch computes the convolutions in its channels-last layout, which is the faster one; jaxscale has the number of
+threads of `jaxscale train`. A ratio is PyTorch's median step over jaxscale's; the median over the rounds is compared
+with the bar, and the smallest and the largest are printed. The layers of the ViT are unrolled, as in `peer.py`. Without
+an interpreter that has torch (`--torch`; this one by default), jaxscale's seconds alone are printed.
 """
 
 import argparse
@@ -37,21 +38,22 @@ def train(name: str, steps: int, threads: int) -> dict[str, Any]:
     """Train on random images with jaxscale; return the seconds of each step, wall and processor."""
     if threads == 1:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    from jaxscale.training.backend import start_backend
-
-    start_backend()
     import jax
     import numpy as np
     from flax import nnx
 
     import jaxscale as jx
+    from jaxscale.platforms.cpu_threads import limit_loop_depth
+    from jaxscale.recipe.loop_depth import loop_depth_of
+    from jaxscale.training.backend import start_backend
 
     sizes = dict(CASES[name])
     batch_size, image = sizes.pop("batch"), sizes.pop("image")
     if "patch" in sizes:
         model: Any = jx.models.ViT(classes=10, image=image, **sizes)
+        plan = jx.Plan(unroll=model.layers)
     else:
-        model = jx.models.ResNet(classes=10, **sizes)
+        model, plan = jx.models.ResNet(classes=10, **sizes), jx.Plan()
     rng = np.random.default_rng(0)
     batch = {
         "images": rng.random((batch_size, image, image, 3), np.float32),
@@ -59,8 +61,10 @@ def train(name: str, steps: int, threads: int) -> dict[str, Any]:
     }
     optimizer = jx.Optimizer(learning_rate=1e-3, warmup=0)
     experiment = jx.Experiment(
-        name="vision", model=model, data=batch, steps=steps, batch=batch_size, optimizer=optimizer
+        name="vision", model=model, data=batch, steps=steps, batch=batch_size, optimizer=optimizer, plan=plan
     )
+    limit_loop_depth(loop_depth_of(experiment))
+    start_backend()
     step = jx.build(experiment)
     state = step.init()
     seconds: dict[str, list[float]] = {"wall": [], "processor": []}

@@ -80,8 +80,11 @@ class Train:
             from jaxscale.planning.search.calibration import check_step_count
 
             check_step_count(experiment.steps // self.log_every)
+        from jaxscale.platforms.cpu_threads import limit_loop_depth
+        from jaxscale.recipe.loop_depth import loop_depth_of
         from jaxscale.training.loop import train
 
+        limit_loop_depth(loop_depth_of(experiment))
         default_name = "-".join(filter(None, (experiment.name, self.variant)))
         run_dir = str(Path("runs") / default_name) if self.out is None else self.out
         train(

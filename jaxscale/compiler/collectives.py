@@ -101,6 +101,36 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
     ]
 
 
+def collective_loop_depth(program: HloProgram) -> int:
+    """Return the greatest number of nested loops and conditionals around a collective of a compiled program.
+
+    Example:
+        >>> collective_loop_depth(HloProgram("ENTRY %main (x: f32[4]) -> f32[4] {\\n  ROOT %y = f32[4] all-reduce(%x)\\n}"))
+        0
+    """
+    depth_by_computation: dict[str, int] = {}
+
+    def depth_of(computation: Computation) -> int:
+        if computation.name not in depth_by_computation:
+            depth_by_computation[computation.name] = max(
+                (
+                    depth_of(caller) + (op.opcode in ("while", "conditional"))
+                    for caller, op in program.callers.get(computation.name, [])
+                ),
+                default=0,
+            )
+        return depth_by_computation[computation.name]
+
+    return max(
+        (
+            depth_of(computation)
+            for computation, op in program.instructions()
+            if op.opcode.removesuffix("-start") in _KIND_BY_OPCODE or op.opcode in ("send", "recv")
+        ),
+        default=0,
+    )
+
+
 def collectives_by_instruction(program: HloProgram, mesh: Any) -> dict[tuple[str, str], list[Collective]]:
     """Return the collectives of a compiled program by the names of their computation and instruction.
 

@@ -287,13 +287,15 @@ class BatchNorm(nnx.Module):
 
         if context.key is None:
             mean, var = self.mean[...], self.var[...]
+            centered = x_float32 - as_row(mean, x)
         else:
             mean = x_float32.mean(averaged_dims)
-            var = jnp.square(x_float32 - as_row(mean, x)).mean(averaged_dims)
+            centered = x_float32 - as_row(mean, x)
+            var = jnp.square(centered).mean(averaged_dims)
             for average, statistic in ((self.mean, mean), (self.var, var)):
                 average[...] = self.momentum * average[...] + (1 - self.momentum) * jax.lax.stop_gradient(statistic)
         scale = jax.lax.rsqrt(var + self.eps) * self.weight[...].astype(jnp.float32)
-        return ((x_float32 - as_row(mean, x)) * as_row(scale, x) + as_row(self.bias[...], x)).astype(x.dtype)
+        return (centered * as_row(scale, x) + as_row(self.bias[...], x)).astype(x.dtype)
 
 
 def max_pool(

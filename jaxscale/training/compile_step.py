@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from jaxscale import heartbeat
 from jaxscale.checkpoint.store import save_memory_warning
+from jaxscale.compiler.collectives import collective_loop_depth
+from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.compiler.kept_programs import count_excluded
 from jaxscale.errors import UserError
+from jaxscale.platforms.cpu_threads import check_loop_depth
 from jaxscale.recipe.kernels import fields_of, lines_of
 from jaxscale.records import directory as run_files
 from jaxscale.records.processes import is_first
@@ -32,13 +35,15 @@ def compile_step(
         device_limit: bytes of device memory that the compiled step may need; `None` if there is no limit.
 
     Raises:
-        UserError: the compiled step needs more than the limit.
+        UserError: the compiled step needs more than the limit, or more threads on a CPU than there are.
     """
     heartbeat.set_phase("compiling")
     for line in step.describe():
         journal.say(line)
     excluded_count = count_excluded()  # number of programs so far that are not kept in the compile cache
     compile_facts = step.compile(batch)
+    if (program := step.program) is not None:
+        check_loop_depth(collective_loop_depth(HloProgram(program)))
     journal.log_event(updates, "compile", **dataclasses.asdict(compile_facts))
     step_bytes = (
         compile_facts.argument_bytes + compile_facts.output_bytes - compile_facts.alias_bytes + compile_facts.temp_bytes
