@@ -105,7 +105,8 @@ def collective_loop_depth(program: HloProgram) -> int:
     """Return the greatest number of nested loops and conditionals around a collective of a compiled program.
 
     Example:
-        >>> collective_loop_depth(HloProgram("ENTRY %main (x: f32[4]) -> f32[4] {\\n  ROOT %y = f32[4] all-reduce(%x)\\n}"))
+        >>> text = "ENTRY %main (x: f32[4]) -> f32[4] {\\n  ROOT %y = f32[4] all-reduce(%x)\\n}"
+        >>> collective_loop_depth(HloProgram(text))
         0
     """
     depth_by_computation: dict[str, int] = {}

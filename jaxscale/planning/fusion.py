@@ -41,6 +41,8 @@ ARRAY_PRODUCERS = (
 )  # fmt: skip
 """Operations that store their results as arrays. Reductions (`reduce_...`), which are not listed, do so too."""
 
+_SAME_MEMORY = (*VIEWS, "enter", "sharding_constraint")
+"""Operations whose result is their operand, if they gather no shards."""
 NAME_KEEPERS = (*VIEWS, "convert_element_type", "transpose", tiles.RETILE)
 """Operations whose result keeps the operand's name in listings of arrays."""
 
@@ -197,6 +199,8 @@ class Arrays:
         in_place_values: set[int] = set()
         if not is_gathered:
             in_place_values = regions.in_place_results(operation, self._caller_values, self.program)
+        if not self.is_inner:
+            in_place_values |= self._aliased_results(operation)
         self._caller_values |= in_place_values
         if operation.kind == "broadcast_in_dim" or operation.kind in ELEMENTWISE:
             self._literals.update(operation.outputs if self._literals.issuperset(operands) else ())
@@ -211,6 +215,18 @@ class Arrays:
             elif not is_whole_array and (is_stored or (not is_view and self._needs_array(value))):
                 self.sources_by_value[value] = frozenset((value,))
                 self.array_bytes[value] = 0 if value in self._stacked_outputs else self._result_bytes(operation, value)
+
+    def _aliased_results(self, operation: Operation) -> set[int]:
+        """Return the results of a kernel that take the memory of an input of the step, which is donated."""
+        results: set[int] = set()
+        for operand_index, result_index in operation.params.get("input_output_aliases", ()):
+            value = operation.inputs[operand_index]
+            while value is not None and value not in self.program.inputs:
+                producer = self._producer_by_value.get(value)
+                value = producer.inputs[0] if producer is not None and producer.kind in _SAME_MEMORY else None
+            if value is not None:
+                results.add(operation.outputs[result_index])
+        return results
 
     def _bytes_of(self, value: int) -> int:
         """Return the bytes per device of a value if it is stored as an array."""

@@ -16,9 +16,9 @@ _MEMORY_RULES = ("none", "dots", "full", "save")
 def loop_depth_of(experiment: Experiment) -> int:
     """Return an upper bound of the number of nested loops around a collective of an experiment's train step.
 
-    With data parallelism alone, devices exchange gradients, and statistics of a batch: those of a `ResNet`, and of a `ViT`
-    whose layers are all unrolled, outside loops; those of other `ViT`s and of a `Decoder` in loops over layers or over
-    chunks of the loss. For other models, plans and rules of optimizers the bound is `DEFAULT_LOOP_DEPTH`.
+    With data parallelism alone, devices exchange gradients, and statistics of a batch: those of a `ResNet`, and of a
+    `ViT` whose layers are all unrolled, outside loops; those of a `Decoder` and of other `ViT`s in loops over layers or
+    over chunks of the loss. For other models, plans and rules of optimizers the bound is `DEFAULT_LOOP_DEPTH`.
 
     Example:
         >>> loop_depth_of(Experiment("images", ResNet(), data=None))

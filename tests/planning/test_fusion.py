@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 
 from jaxscale.planning import program
 from jaxscale.planning.fusion import Arrays, Compiler, has_rings
@@ -52,6 +53,22 @@ def test_a_loop_s_stack_belongs_to_the_caller():
     (loop,) = [i for i, operation in enumerate(arrays.program.operations) if operation.loop_body is not None]
     assert sorted(arrays.array_bytes.values()) == [KB, 5 * KB]
     assert sorted(arrays.loop_arrays(loop).array_bytes.values()) == [0, KB]
+
+
+@pytest.mark.parametrize(("reads_input", "count"), [(True, 0), (False, 1)])
+def test_a_kernel_writes_into_the_donated_array_that_it_reads(reads_input, count):
+    """A reshaped input of the step is donated memory; a computed operand is an array, and the result another one."""
+
+    def fn(x):
+        operand = x.reshape(4, 8, 32) if reads_input else jnp.sin(x).reshape(4, 8, 32)
+        kernel = pl.pallas_call(
+            lambda read, written: None, jax.ShapeDtypeStruct(operand.shape, operand.dtype), input_output_aliases={0: 0}
+        )
+        return kernel(operand).reshape(32, 32)
+
+    arrays = arrays_of(fn, X, fuses="all")
+    kinds = {value: operation.kind for operation in arrays.program.operations for value in operation.outputs}
+    assert [kinds[value] for value in arrays.array_bytes].count("pallas_call") == count
 
 
 def test_a_broadcast_literal_that_a_loop_reads_whole_is_no_array():

@@ -83,5 +83,5 @@ def test_a_deeper_program_than_declared_is_refused(monkeypatch):
     check_loop_depth(3)  # nothing was declared
     limit_loop_depth(1)
     check_loop_depth(1)
-    with pytest.raises(UserError, match="in 2 nested loops, .* suffice for 1: set NPROC=24"):
+    with pytest.raises(UserError, match=r"in 2 nested loops, .* suffice for 1: set NPROC=24"):
         check_loop_depth(2)
