@@ -11,6 +11,7 @@ as a convolution whose window is the whole image, which takes up to twice as lon
 of the gradient of the input on flipping the kernel.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -48,11 +49,25 @@ MAX_POSITIONS = 2048
 """Output positions of a shard of the batch up to which a product computes `dx`. It makes `h w C` floats per position,
 which more positions would write to memory and read again."""
 
-FILTERED = {"least_channels": 32, "most_positions": 128 * 128}
-"""Least channels, and most output positions of an image, for which `winograd` computes a convolution and `dx`. Tiles of
-larger images do not stay in the cache: one of 224 x 224 with 64 channels takes 1.6 times as long as a convolution."""
-FILTERED_KERNEL = {"least_channels": 128, "most_positions": MAX_POSITIONS_PER_IMAGE}
-"""The same for `dw`."""
+
+@dataclasses.dataclass(frozen=True)
+class TileLimits:
+    """Limits of what `winograd` computes.
+
+    Args:
+        least_channels: fewest channels, of input and of output.
+        most_positions: most output positions of an image.
+    """
+
+    least_channels: int
+    most_positions: int
+
+
+FILTERED = TileLimits(32, 128 * 128)
+"""Limits for a convolution and `dx`. Tiles of larger images do not stay in the cache: an image of 224 x 224 with 64
+channels takes 1.6 times as long by tiles as by a convolution."""
+FILTERED_KERNEL = TileLimits(128, MAX_POSITIONS_PER_IMAGE)
+"""Limits for `dw`."""
 
 
 def _pads(padding: Padding, image_size: Sequence[int], window: Sequence[int], strides: Sequence[int]) -> Any:
@@ -99,37 +114,23 @@ _convolve_mixed.defvjp(_convolve_mixed_forward, _convolve_mixed_backward)
 
 
 def _is_by_tiles(
-    image_shape: Sequence[int],
-    kernel_shape: Sequence[int],
-    strides: Any,
-    pads: Any,
-    *,
-    least_channels: int,
-    most_positions: int,
+    image_shape: Sequence[int], kernel_shape: Sequence[int], strides: Any, pads: Any, limits: TileLimits
 ) -> bool:
-    """Return whether `winograd` computes a convolution or one of its gradients.
-
-    Args:
-        image_shape: shape of the images.
-        kernel_shape: shape of the kernel.
-        strides, pads: those of the convolution.
-        least_channels: fewest channels, of input and of output, for which it does.
-        most_positions: most output positions of an image for which it does.
-    """
+    """Return whether `winograd` computes a convolution of images with a kernel of these shapes, or a gradient of it."""
     output = [image_shape[1 + dim] + sum(pads[dim]) - 2 for dim in range(2)]
     return (
         tuple(kernel_shape[:2]) == (3, 3)
         and tuple(strides) == (1, 1)
-        and min(kernel_shape[2:]) >= least_channels
+        and min(kernel_shape[2:]) >= limits.least_channels
         and min(*image_shape[:3], *output) > 0
-        and math.prod(output) <= most_positions
+        and math.prod(output) <= limits.most_positions
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _convolve_on_cpu(x: Any, w: Any, strides: Any, pads: Any, layout: MeshAndRules | None) -> Any:
     """Compute `_convolve` for `x` and `w` in float32 by products. `layout` is the one in force."""
-    if _is_by_tiles(x.shape, w.shape, strides, pads, **FILTERED):
+    if _is_by_tiles(x.shape, w.shape, strides, pads, FILTERED):
         with reopened_layout(layout):
             return winograd.convolve(x, w, pads)
     return _convolve(x, w, strides, pads)
@@ -144,13 +145,13 @@ def _convolve_on_cpu_backward(strides: Any, pads: Any, layout: MeshAndRules | No
     x, w = residuals
     position_count = dy.shape[1] * dy.shape[2]
     with reopened_layout(layout):
-        if _is_by_tiles(x.shape, w.shape, strides, pads, **FILTERED):
+        if _is_by_tiles(x.shape, w.shape, strides, pads, FILTERED):
             dx = winograd.input_gradient(dy, w, x.shape[1:3], pads)
         elif 0 < position_count * dy.shape[0] // batch_shard_count(x.shape) <= MAX_POSITIONS:
             dx = patches.input_gradient(dy, w, x.shape[1:3], strides, pads)
         else:
             (dx,) = jax.linear_transpose(lambda x: _convolve(x, w, strides, pads), x)(dy)
-        if _is_by_tiles(x.shape, w.shape, strides, pads, **FILTERED_KERNEL):
+        if _is_by_tiles(x.shape, w.shape, strides, pads, FILTERED_KERNEL):
             dw = winograd.kernel_gradient(x, dy, pads)
         elif dy.size > 0 and position_count <= MAX_POSITIONS_PER_IMAGE:
             dw = patches.kernel_gradient(x, dy, w.shape[:2], strides, pads)

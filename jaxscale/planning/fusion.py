@@ -42,7 +42,7 @@ ARRAY_PRODUCERS = (
 """Operations that store their results as arrays. Reductions (`reduce_...`), which are not listed, do so too."""
 
 _SAME_MEMORY = (*VIEWS, "enter", "sharding_constraint")
-"""Operations whose result is their operand, if they gather no shards."""
+"""Operations whose result takes the memory of their operand, if they gather no shards."""
 NAME_KEEPERS = (*VIEWS, "convert_element_type", "transpose", tiles.RETILE)
 """Operations whose result keeps the operand's name in listings of arrays."""
 
@@ -217,16 +217,34 @@ class Arrays:
                 self.array_bytes[value] = 0 if value in self._stacked_outputs else self._result_bytes(operation, value)
 
     def _aliased_results(self, operation: Operation) -> set[int]:
-        """Return the results of a kernel that take the memory of an input of the step, which is donated."""
+        """Return the results of a kernel that take the memory of an input of the step.
+
+        These are results that are aliased to an input, in whatever shape, which nothing else needs later. All such
+        inputs are taken as donated, as the state is.
+        """
         results: set[int] = set()
         for operand_index, result_index in operation.params.get("input_output_aliases", ()):
-            value = operation.inputs[operand_index]
-            while value is not None and value not in self.program.inputs:
-                producer = self._producer_by_value.get(value)
-                value = producer.inputs[0] if producer is not None and producer.kind in _SAME_MEMORY else None
-            if value is not None:
-                results.add(operation.outputs[result_index])
+            value, next_operation = operation.inputs[operand_index], operation
+            while value is not None and self._is_read_last_by(value, next_operation, operation):
+                if value in self.program.inputs:
+                    results.add(operation.outputs[result_index])
+                    break
+                next_operation = self._producer_by_value[value]
+                is_same_array = next_operation.kind in _SAME_MEMORY and not self.has_array_results(next_operation)
+                value = next_operation.inputs[0] if is_same_array else None
         return results
+
+    def _is_read_last_by(self, value: int, reader: Operation, kernel: Operation) -> bool:
+        """Return whether only `reader`, which leads to a kernel, reads a value after it, directly or through expressions."""
+        operations = self.program.operations
+        kernel_index = next(index for index, operation in enumerate(operations) if operation is kernel)
+        last_indices = [
+            max([index, *(self._last_read_index(v) for v in operations[index].outputs if v not in self.array_bytes)])
+            for index in self.program.readers.get(value, ())
+            if operations[index] is not reader and operations[index] is not kernel
+        ]
+        has_one_use = kernel.inputs.count(value) <= 1
+        return has_one_use and value not in self.output_values and max(last_indices, default=-1) < kernel_index
 
     def _bytes_of(self, value: int) -> int:
         """Return the bytes per device of a value if it is stored as an array."""

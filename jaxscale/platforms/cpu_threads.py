@@ -7,9 +7,9 @@ or of devices, whichever is larger. On 2 cores, all 8 threads of 8 devices waite
 seconds. Threads beyond the number of cores cost time, so a process that runs a known kind of program gets no more of
 them than that program may need.
 
-Of programs whose collectives are in at most n nested loops, each device waits in at most n + 1 collectives at once. The
-first collective that has not run on all devices waits for a device that has not reached it, and which waits in at most
-n. So (n + 1) threads per device leave one to reach it.
+If the collectives of a program are in at most n nested loops, and loops side by side depend on one another, as those
+over the blocks of a model do, each device waits in at most n + 1 collectives at once. A device that has not reached the
+first of these collectives waits in at most n. So n + 1 threads per device leave one with which it reaches it.
 
 References:
     XLA, xla/backends/cpu/runtime/thunk_executor.cc: `ProcessScheduledOutEdges` starts the next collective while a
@@ -18,6 +18,8 @@ References:
 
 import os
 import re
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -29,7 +31,7 @@ DEFAULT_LOOP_DEPTH = 2
 """Nested loops with collectives of the deepest programs expected: over microbatches or ticks, and over layers."""
 VARIABLE = "NPROC"
 """Environment variable from which XLA:CPU takes its number of threads."""
-_loop_depths = [DEFAULT_LOOP_DEPTH]
+_loop_depth: ContextVar[int] = ContextVar("loop_depth", default=DEFAULT_LOOP_DEPTH)
 
 
 def limit_loop_depth(depth: int) -> None:
@@ -40,20 +42,25 @@ def limit_loop_depth(depth: int) -> None:
     Args:
         depth: number of nested loops; 0 if all collectives are outside loops.
     """
-    _loop_depths[0] = min(depth, DEFAULT_LOOP_DEPTH)
+    _loop_depth.set(min(depth, DEFAULT_LOOP_DEPTH))
 
 
-def check_loop_depth(depth: int) -> None:
-    """Raise UserError if a compiled program has collectives in more nested loops than were declared, on a CPU.
+def check_loop_depth(depth_of_program: Callable[[], int]) -> None:
+    """Raise UserError if a program has collectives in more nested loops than were declared, and too few threads for it.
 
     Args:
-        depth: number of nested loops around the innermost collective of the program.
+        depth_of_program: function that returns the number of nested loops around the innermost collective. It is
+            called only on a CPU with several devices, and after `limit_loop_depth`.
     """
-    if depth > _loop_depths[0] < DEFAULT_LOOP_DEPTH and jax.default_backend() == "cpu" and jax.local_device_count() > 1:
-        thread_count = (DEFAULT_LOOP_DEPTH + 1) * jax.local_device_count()
+    device_count = jax.local_device_count()
+    if _loop_depth.get() == DEFAULT_LOOP_DEPTH or jax.default_backend() != "cpu" or device_count == 1:
+        return
+    depth, thread_count = depth_of_program(), int(os.environ.get(VARIABLE) or max(device_count, _core_count()))
+    needed_count = (depth + 1) * device_count
+    if depth > _loop_depth.get() and thread_count < needed_count:
         raise UserError(
-            f"the step has collectives in {depth} nested loops, but XLA's threads suffice for {_loop_depths[0]}: set "
-            f"{VARIABLE}={thread_count} in the environment"
+            f"the step has collectives in {depth} nested loops, for which {device_count} devices need {needed_count} "
+            f"threads of XLA, but there are {thread_count}: set {VARIABLE}={needed_count} in the environment"
         )
 
 
@@ -71,18 +78,21 @@ def provide_threads() -> str:
     if os.environ.get(VARIABLE) or (is_running and jax.default_backend() != "cpu"):
         return ""
     device_count = len(jax.local_devices()) if is_running else _configured_device_count()
-    # count cores as XLA does, which ignores a container's quota
-    core_count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    thread_count = (_loop_depths[0] + 1) * device_count
-    if device_count == 1 or thread_count <= core_count:  # a single device does not wait for others
+    thread_count = (_loop_depth.get() + 1) * device_count
+    if device_count == 1 or thread_count <= _core_count():  # a single device does not wait for others
         return ""
     if not is_running:
         os.environ[VARIABLE] = str(thread_count)
         return ""
     return (
-        f"; collectives of {device_count} devices may wait for one another in all {max(device_count, core_count)} "
+        f"; collectives of {device_count} devices may wait for one another in all {max(device_count, _core_count())} "
         f"threads of XLA: set {VARIABLE}={thread_count} in the environment before JAX starts"
     )
+
+
+def _core_count() -> int:
+    """Return the number of cores as XLA counts them, which ignores a container's quota."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _configured_device_count() -> int:

@@ -42,8 +42,7 @@ def compile_step(
         journal.say(line)
     excluded_count = count_excluded()  # number of programs so far that are not kept in the compile cache
     compile_facts = step.compile(batch)
-    if (program := step.program) is not None:
-        check_loop_depth(collective_loop_depth(HloProgram(program)))
+    check_loop_depth(lambda: collective_loop_depth(HloProgram(step.program or "")))
     journal.log_event(updates, "compile", **dataclasses.asdict(compile_facts))
     step_bytes = (
         compile_facts.argument_bytes + compile_facts.output_bytes - compile_facts.alias_bytes + compile_facts.temp_bytes

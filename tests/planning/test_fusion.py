@@ -55,20 +55,30 @@ def test_a_loop_s_stack_belongs_to_the_caller():
     assert sorted(arrays.loop_arrays(loop).array_bytes.values()) == [0, KB]
 
 
-@pytest.mark.parametrize(("reads_input", "count"), [(True, 0), (False, 1)])
-def test_a_kernel_writes_into_the_donated_array_that_it_reads(reads_input, count):
-    """A reshaped input of the step is donated memory; a computed operand is an array, and the result another one."""
+def overwriting(operand):
+    """Return the result of a kernel that is written into the memory of its operand."""
+    return pl.pallas_call(
+        lambda read, written: None, jax.ShapeDtypeStruct(operand.shape, operand.dtype), input_output_aliases={0: 0}
+    )(operand)
 
-    def fn(x):
-        operand = x.reshape(4, 8, 32) if reads_input else jnp.sin(x).reshape(4, 8, 32)
-        kernel = pl.pallas_call(
-            lambda read, written: None, jax.ShapeDtypeStruct(operand.shape, operand.dtype), input_output_aliases={0: 0}
-        )
-        return kernel(operand).reshape(32, 32)
 
+@pytest.mark.parametrize(
+    ("fn", "kernel_bytes"),
+    [
+        (overwriting, [0]),
+        (lambda x: overwriting(x.reshape(4, 8, 32)).reshape(32, 32), [0]),
+        (lambda x: (jnp.sum(x * x), overwriting(x)), [0]),
+        (lambda x: (overwriting(x), jnp.sin(x) @ x), [KB]),
+        (lambda x: (overwriting(x), x), [KB]),
+        (lambda x: (overwriting(x), overwriting(x)), [KB, 0]),
+        (lambda x: overwriting(jnp.sin(x)), [KB]),
+    ],
+    ids=["input", "reshaped", "read before", "read after", "returned", "twice", "computed"],
+)
+def test_a_kernel_writes_into_an_input_that_nothing_needs_later(fn, kernel_bytes):
     arrays = arrays_of(fn, X, fuses="all")
-    kinds = {value: operation.kind for operation in arrays.program.operations for value in operation.outputs}
-    assert [kinds[value] for value in arrays.array_bytes].count("pallas_call") == count
+    kernels = [operation for operation in arrays.program.operations if operation.kind == "pallas_call"]
+    assert [arrays.array_bytes.get(kernel.outputs[0], 0) for kernel in kernels] == kernel_bytes
 
 
 def test_a_broadcast_literal_that_a_loop_reads_whole_is_no_array():

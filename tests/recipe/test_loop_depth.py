@@ -1,10 +1,12 @@
 """Loops around collectives: the bound for an experiment, beside the compiled steps."""
 
 import dataclasses
+import os
 
 import numpy as np
 import pytest
 
+from jaxscale.cli.experiment_commands import Train
 from jaxscale.compiler.collectives import collective_loop_depth
 from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.errors import UserError
@@ -16,6 +18,7 @@ from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.loop_depth import loop_depth_of
 from jaxscale.recipe.plan import Plan
 from jaxscale.step.build import build
+from jaxscale.training.loop import train
 
 TOKENS = np.random.default_rng(0).integers(0, 32, (16, 65), dtype=np.int32)
 TEXT = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
@@ -23,6 +26,10 @@ IMAGES = {"images": np.ones((16, 8, 8, 3), np.float32), "labels": np.arange(16, 
 DECODER = Decoder(vocab=32, context=64, layers=4, embed=16, heads=2)
 VIT = ViT(classes=4, image=8, patch=2, layers=4, embed=16, heads=2)
 RESNET = ResNet(classes=4, stages=(1, 1), width=8, stem="small")
+
+
+class OwnModel(ResNet):
+    """A model of the user's own."""
 
 
 def experiment_of(model, plan=Plan(), **fields):
@@ -78,10 +85,44 @@ def test_others_may_need_the_default(fields):
     assert loop_depth_of(experiment) == cpu_threads.DEFAULT_LOOP_DEPTH
 
 
-def test_a_deeper_program_than_declared_is_refused(monkeypatch):
-    monkeypatch.setattr(cpu_threads, "_loop_depths", [cpu_threads.DEFAULT_LOOP_DEPTH])
-    check_loop_depth(3)  # nothing was declared
-    limit_loop_depth(1)
-    check_loop_depth(1)
-    with pytest.raises(UserError, match=r"in 2 nested loops, .* suffice for 1: set NPROC=24"):
-        check_loop_depth(2)
+@pytest.fixture
+def declared(monkeypatch):
+    """Declare a depth for one test, with a number of threads."""
+    token = cpu_threads._loop_depth.set(cpu_threads.DEFAULT_LOOP_DEPTH)
+
+    def declare(depth, threads):
+        limit_loop_depth(depth)
+        monkeypatch.setenv("NPROC", str(threads))
+
+    yield declare
+    cpu_threads._loop_depth.reset(token)
+
+
+def test_a_deeper_program_than_declared_is_refused_if_it_lacks_threads(declared):
+    check_loop_depth(lambda: pytest.fail("nothing was declared"))
+    declared(depth=1, threads=16)
+    check_loop_depth(lambda: 1)
+    with pytest.raises(UserError, match=r"2 nested loops, for which 8 devices need 24 .* there are 16: set NPROC=24"):
+        check_loop_depth(lambda: 2)
+    declared(depth=1, threads=24)
+    check_loop_depth(lambda: 2)
+
+
+def test_a_run_checks_the_loops_of_its_step(declared, tmp_path):
+    declared(depth=0, threads=8)
+    experiment = experiment_of(DECODER, Plan(mesh="data:8"), steps=1)
+    with pytest.raises(UserError, match=r"1 nested loops, for which 8 devices need 16"):
+        train(experiment, out=tmp_path / "run", quiet=True)
+
+
+@pytest.mark.parametrize(("model", "threads"), [(RESNET, "8"), (DECODER, "16"), (OwnModel(classes=4), "24")], ids=str)
+def test_the_train_command_declares_the_depth(declared, model, threads, monkeypatch):
+    declared(depth=2, threads=24)
+    monkeypatch.delenv("NPROC")
+    monkeypatch.setattr(cpu_threads, "is_backend_started", lambda: False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
+    monkeypatch.setattr(Train, "check", lambda self: None)
+    monkeypatch.setattr("jaxscale.cli.experiment_commands.load_experiment", lambda *_: (experiment_of(model), None))
+    monkeypatch.setattr("jaxscale.training.loop.train", lambda *_, **options: cpu_threads.provide_threads())
+    Train("file.py").run({})
+    assert os.environ.get("NPROC") == threads

@@ -11,7 +11,6 @@ from flax import nnx
 
 import jaxscale as jx
 from jaxscale.blocks import Context, Loss
-from jaxscale.errors import UserError
 from jaxscale.layers.conv import Conv
 from jaxscale.layers.linear import Linear
 from jaxscale.layers.stack import Stack
@@ -20,10 +19,10 @@ WIDTH = 32
 """Channels: enough for tiles."""
 ROWS = 64
 CHOICES = {
-    "mesh": ("data:8", "data:4", "fsdp:4", "data:2,fsdp:2", "fsdp:8", "data:2,tensor:2", "fsdp:2,tensor:4"),
+    "mesh": ("data:8", "data:4", "fsdp:4", "data:2,fsdp:2", "fsdp:8", "data:2,tensor:2", "fsdp:2,tensor:2"),
     "zero": (0, 1, 2, 3),
     "microbatches": (1, 2, 4),
-    "memory": ("none", "full", "dots", "save:64KiB"),
+    "memory": ("none", "full", "dots", "save:1MiB"),
     "pipeline": (None, None, "gpipe:2x4", "1f1b:2x4", "zb-h1:2x4"),
 }
 
@@ -83,26 +82,21 @@ def losses(plan, count=4):
     optimizer = jx.Optimizer(name="sgd", learning_rate=1.0)
     step = jx.build(jx.Experiment("convolved", Convolved(), batch, optimizer, steps=count, batch=ROWS, plan=plan))
     state = step.init()
-    found = []
+    step_losses = []
     for _ in range(count):
         state, metrics = step(state, step.place(batch))
-        found.append(float(metrics["loss"]))
-    return found
+        step_losses.append(float(metrics["loss"]))
+    return step_losses
 
 
 @pytest.fixture(scope="module")
 def plain_losses():
     assert len(jax.devices()) == 8
-    found = losses(jx.Plan(mesh="1"))
-    assert found[0] > 1.01 * found[-1]
-    return found
+    step_losses = losses(jx.Plan(mesh="1"))
+    assert step_losses[0] > 1.01 * step_losses[-1]
+    return step_losses
 
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 24))])
 def test_a_drawn_plan_trains_like_the_plain_one(number, plain_losses):
-    plan = drawn_plan(number)
-    try:
-        found = losses(plan)
-    except UserError as refusal:
-        pytest.skip(f"{plan}: {refusal}")
-    np.testing.assert_allclose(found, plain_losses, rtol=2e-5)
+    np.testing.assert_allclose(losses(drawn_plan(number)), plain_losses, rtol=2e-5)
