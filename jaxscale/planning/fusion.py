@@ -235,7 +235,7 @@ class Arrays:
         return results
 
     def _is_read_last_by(self, value: int, reader: Operation, kernel: Operation) -> bool:
-        """Return whether only `reader`, which leads to a kernel, reads a value after it, directly or through expressions."""
+        """Return whether only `reader`, which leads to a kernel, reads a value after it, directly or by expressions."""
         operations = self.program.operations
         kernel_index = next(index for index, operation in enumerate(operations) if operation is kernel)
         last_indices = [
