@@ -34,6 +34,7 @@ asynchronous: asynchronous pipelines, compiled after rules had been read off a s
 more other models: the same as "other models" with another seed, compiled after a rule had been read off one of these.
 newest other models: the same with a third seed, compiled after cycles of unlike blocks had stopped keeping copies of
     their weights.
+fresh other models: the same with a fourth seed, compiled after estimates had stopped to count donated arrays twice.
 
 If a rule is read off a case of a held-out design after all, its row holds the error of before (`error_before`), and
 that error counts, and so does today's for the margins that `fit` states. `fit` prints the figures of `UNSEEN`.
@@ -273,11 +274,12 @@ DESIGNS = {
     "asynchronous": Design(ASYNCHRONOUS_FACTORS, 2042, 12),
     "more other models": Design(OTHER_FACTORS, 2043, 18),
     "newest other models": Design(OTHER_FACTORS, 2044, 18),
+    "fresh other models": Design(OTHER_FACTORS, 2045, 18),
 }
 UNSEEN = (
     "unseen", "unseen usual", "unseen 7x", "unseen pipelined", "unseen pipelined TPU", "float32 pipelined",
     "other models", "other models pipelined", "asynchronous", "more other models",
-    "newest other models",
+    "newest other models", "fresh other models",
 )  # fmt: skip
 """The designs on whose cases nothing had been fitted when they were compiled. `fit` prints their errors by the kind of
 step (`accuracy.StepKind`) and of platform."""
