@@ -226,6 +226,8 @@ class _Flattener:
                 if isinstance(operands[0], int):
                     self.names[operands[0]] = eqn.params["name"]
                 return operands
+            if kind == "layout_constraint":
+                return operands
             if kind == "shard_map" and _is_model_region(eqn.params["newly_manual_axes"]):
                 return self._append_region(eqn, operands, is_backward_eqn)
             kept_primitives = ("pallas_call", "shard_map", *(("cond",) if PIPE in self.manual_axes else ()))

@@ -20,7 +20,7 @@ from jaxscale.programs.walk import Constant, evaluate, is_jaxpr, live_steps, ope
 
 INLINED_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
 """Primitives that only call a program, which is one of their parameters."""
-ALIASES = frozenset({"name", "sharding_constraint", "reshard", "optimization_barrier", "pvary"})
+ALIASES = frozenset({"name", "sharding_constraint", "layout_constraint", "reshard", "optimization_barrier", "pvary"})
 """Primitives that return their operands unchanged."""
 
 

@@ -7,7 +7,8 @@ parameters are in two-byte types.
 Weights that are gathered before the passes (ZeRO 1 and 2) are gathered in tiles of 8 x 128, too. XLA copies them once
 for each loop that reads them. The sparse cores make all these copies ahead of time: while the forward loop runs, the
 gathered weights, the forward pass's copy and the backward pass's copy are all in memory, and after it the last one
-alone. A loop over microbatches reads one copy. The rule was inferred from two compiled steps.
+alone. A weight whose shard pads less in another layout is gathered in that one, and only its two copies stay. A loop
+over microbatches reads one copy. The rule was inferred from three compiled steps.
 Left out: weights between whose gather and whose loop another operation stands, as with memory sqrt, codecs of replicas
 and pipelines.
 
@@ -18,6 +19,7 @@ padding, which need not be row-major; the loop over ticks computes with another,
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -84,7 +86,9 @@ def with_retiled_weights(program: FlatProgram) -> FlatProgram:
             operation = dataclasses.replace(operation, inputs=inputs)
         operations.append(operation)
         for weight in weights_of_new_copies:
-            if copies_by_weight[weight]:  # these copies are complete when this loop is; until then the weight stays
+            if (
+                copies_by_weight[weight] and not gathered_weights[weight]
+            ):  # these copies are complete when this loop is; until then the weight stays
                 append_copy(weight, jax.ShapeDtypeStruct((), "uint32"))
     return dataclasses.replace(program, operations=operations, avals=avals)
 
@@ -114,10 +118,9 @@ def with_retiled_pools(program: FlatProgram, *, retiles_weights: bool) -> FlatPr
         """Return whether a value is an argument, up to views, that the loop reads in other tiles."""
         if value is None:
             return False
-        shape = getattr(avals[value], "shape", ())
-        row_major_dims = ((len(shape) - 2, len(shape) - 1),)
-        has_other_layout = len(shape) > 2 and padding_factor(shape, row_major_dims) > padding_factor(shape)
-        if not has_other_layout and not (retiles_weights and _is_retiled(avals[value])):
+        if not _pads_less_in_other_layout(getattr(avals[value], "shape", ())) and not (
+            retiles_weights and _is_retiled(avals[value])
+        ):
             return False
         while value in producer_by_value and producer_by_value[value].kind in VIEWS:
             value = producer_by_value[value].inputs[0]
@@ -144,25 +147,35 @@ def with_retiled_pools(program: FlatProgram, *, retiles_weights: bool) -> FlatPr
     return dataclasses.replace(program, operations=operations, avals=avals)
 
 
-def _gathered_weights(program: FlatProgram) -> set[int]:
-    """Return the large values of two-byte types that are gathered behind a barrier (ZeRO 1 and 2)."""
+def _gathered_weights(program: FlatProgram) -> dict[int, bool]:
+    """Return the large values of two-byte types that are gathered behind a barrier (ZeRO 1 and 2).
+
+    Each has a flag: whether its shards pad less in a layout that is not row-major.
+    """
     operation_by_value: dict[int | None, Operation] = {
         value: operation for operation in program.operations for value in operation.outputs
     }
+    flag_by_weight: dict[int, bool] = {}
+    for operation in program.operations:
+        barrier = operation_by_value.get(operation.inputs[0]) if operation.kind == "sharding_constraint" else None
+        if barrier is None or barrier.kind != "optimization_barrier" or operation.is_backward:
+            continue
+        weight = operation.outputs[0]
+        if _is_retiled(program.avals[weight]):
+            shape = program.avals[weight].shape
+            constraint = operation_by_value.get(barrier.inputs[0])
+            sharding = None if constraint is None else constraint.params.get("sharding")
+            flag_by_weight[weight] = _pads_less_in_other_layout(sharding.shard_shape(shape) if sharding else shape)
+    return flag_by_weight
 
-    def is_gathered(operation: Operation) -> bool:
-        """Return whether an operation constrains the sharding of a barrier's result."""
-        producer = operation_by_value.get(operation.inputs[0]) if operation.kind == "sharding_constraint" else None
-        return producer is not None and producer.kind == "optimization_barrier" and not operation.is_backward
 
-    return {
-        operation.outputs[0]
-        for operation in program.operations
-        if is_gathered(operation) and _is_retiled(program.avals[operation.outputs[0]])
-    }
+def _pads_less_in_other_layout(shape: tuple[int, ...]) -> bool:
+    """Return whether an array of several matrices takes fewer bytes in a layout that is not row-major."""
+    row_major_dims = ((len(shape) - 2, len(shape) - 1),)
+    return len(shape) > 2 and padding_factor(shape, row_major_dims) > padding_factor(shape)
 
 
-def _values_before(gathered_weights: set[int], program: FlatProgram) -> set[int]:
+def _values_before(gathered_weights: Iterable[int], program: FlatProgram) -> set[int]:
     """Return the gathered weights and the values between them and the program's inputs."""
     values = set(gathered_weights)
     for operation in reversed(program.operations):

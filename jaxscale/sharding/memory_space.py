@@ -12,9 +12,11 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractDevice, NamedSharding
 
 from jaxscale.errors import UserError
+from jaxscale.typing import Array
 
 Tree = TypeVar("Tree")
 
@@ -43,6 +45,16 @@ def to_device(tree: Tree) -> Tree:
 def to_host(tree: Tree) -> Tree:
     """Move every leaf of a tree to host memory, with the same sharding. Call this function under `jit`."""
     return jax.tree.map(lambda leaf: leaf if on_host(leaf) else jax.device_put(leaf, jax.memory.Space.Host), tree)
+
+
+def row_major(x: Array) -> Array:
+    """Return an array in row-major layout, that of host memory. XLA then copies the array if it computed another one.
+
+    Example:
+        >>> bool(jax.jit(lambda x: row_major(x).sum() == x.sum())(jax.numpy.ones((2, 3))))
+        True
+    """
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def in_memory_of(reference_sharding: NamedSharding, sharding: NamedSharding) -> NamedSharding:

@@ -20,7 +20,7 @@ from jaxscale.offload.weights import with_deferred_offload, with_streamed_weight
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding import place
-from jaxscale.sharding.memory_space import on_host, to_device
+from jaxscale.sharding.memory_space import on_host, row_major, to_device
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.sharding.zero import without_axis
 from jaxscale.state.layout import Layout
@@ -188,6 +188,10 @@ class PlannedModel:
                 # without the barrier XLA:GPU would gather first and cast later, at twice the bytes
                 narrow_param = jax.lax.optimization_barrier(narrow_param)
                 narrow_param = jax.lax.with_sharding_constraint(narrow_param, compute_sharding)
+                if self.layout.platform == "tpu" and not on_host(narrow_param):
+                    # without it XLA keeps a gathered weight in the layout that pads a shard the least, and a copy for
+                    # the loop over layers beside it, which a loop over microbatches makes again each time
+                    narrow_param = row_major(narrow_param)
             return narrow_param.astype(param.dtype) if self.plan.reduce == "float32" else narrow_param
 
         return jax.tree.map(copy, params, self.layout.master_shardings, self.layout.compute_shardings)

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import pytest
 from flax import nnx
 
@@ -11,6 +12,7 @@ from jaxscale.models.foreign import ForeignModel, classification
 from jaxscale.models.resnet import ResNet
 from jaxscale.planning.program import described_step, lowered_step, traced_step
 from jaxscale.platforms.platform import Platform
+from jaxscale.programs.walk import equations_with_runs
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import OffloadPlan, Plan, StatePlan
 from jaxscale.state.batches import batch_shapes
@@ -175,3 +177,16 @@ def test_options_of_the_compiler_decide_whether_products_run_around_a_ring(platf
     experiment, described = tiny(), Platform.parse(platform)
     step = described_step(experiment, described, Plan(mesh="fsdp:4", zero=3, compiler=compiler))
     assert traced_step(step, batch_shapes(experiment), described).compiler.product_fusion == product_fusion
+
+
+@pytest.mark.parametrize(
+    ("platform", "zero", "is_row_major"),
+    [("tpu v5e:2x2", 1, True), ("tpu v5e:2x2", 3, False), ("gpu h100 x 4", 1, False)],
+)
+def test_weights_that_a_tpu_gathers_before_the_passes_are_row_major(platform, zero, is_row_major):
+    step = described_step(tiny(), Platform.parse(platform), Plan(mesh="fsdp:4", zero=zero, precision="bfloat16"))
+    jaxpr = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(tiny()))).jaxpr
+    constraints = [eqn for eqn, _ in equations_with_runs(jaxpr) if eqn.primitive.name == "layout_constraint"]
+    weights = jax.tree.leaves(step.layout.abstract.params)
+    assert len(constraints) == (len(weights) if is_row_major else 0)
+    assert all(eqn.params["layout"].major_to_minor == tuple(range(eqn.invars[0].aval.ndim)) for eqn in constraints)

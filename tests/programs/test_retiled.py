@@ -11,7 +11,7 @@ from jaxscale.programs.flat import flatten
 from jaxscale.programs.placements import place
 from jaxscale.programs.retiled import with_retiled_pools, with_retiled_weights
 
-LAYERS, WIDTH = 3, 256
+LAYERS, WIDTH = 3, 512
 STACK_BYTES = LAYERS * WIDTH * WIDTH * 2
 
 
@@ -32,14 +32,17 @@ def test_two_byte_weights_are_copied_once_before_the_products_and_loops_that_rea
         assert program.inputs[1] in retiled.operations[kinds.index("add")].inputs
 
 
-def gathered_step(batches, gathers=True):
-    """A program that gathers weights, if asked, and computes a gradient, in a loop if there are several batches."""
+def gathered_step(batches, gathers=True, dim=1):
+    """A program that gathers weights, if asked, and computes a gradient, in a loop if there are several batches.
+
+    `dim` is the dim that the shards split.
+    """
     mesh = Mesh(jax.devices(), "fsdp")
 
     def gather(weights):
         if not gathers:
             return weights
-        shards = jax.lax.with_sharding_constraint(weights, NamedSharding(mesh, PartitionSpec(None, "fsdp")))
+        shards = jax.lax.with_sharding_constraint(weights, NamedSharding(mesh, PartitionSpec(*[None] * dim, "fsdp")))
         return jax.lax.with_sharding_constraint(
             jax.lax.optimization_barrier(shards), NamedSharding(mesh, PartitionSpec())
         )
@@ -60,7 +63,7 @@ def gathered_step(batches, gathers=True):
 
     shapes = (LAYERS, WIDTH, WIDTH), (batches, 8, WIDTH)
     program = flatten(jax.make_jaxpr(step)(*(jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)))
-    placements = [((), ("fsdp",) if gathers else (), ()), ((), (), ())]
+    placements = [tuple(("fsdp",) if gathers and index == dim else () for index in range(3)), ((), (), ())]
     return program, placements
 
 
@@ -84,6 +87,13 @@ def test_each_pass_reads_a_copy_of_gathered_weights_and_all_stay_through_the_for
     assert backward_copy in loops[1].inputs
     weights_bytes = copy_bytes(retiled, placements)
     assert max(weights_bytes) == 3 * STACK_BYTES
+    assert weights_bytes[-1] == STACK_BYTES
+
+
+def test_weights_that_are_gathered_in_another_layout_do_not_stay_beside_their_copies():
+    program, placements = gathered_step(batches=1, dim=2)  # 64 columns of a device pad to 128, and its 512 rows do not
+    weights_bytes = copy_bytes(with_retiled_weights(program), placements)
+    assert max(weights_bytes) == 2 * STACK_BYTES
     assert weights_bytes[-1] == STACK_BYTES
 
 

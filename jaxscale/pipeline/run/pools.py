@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxscale.compat import varying_axes
-from jaxscale.sharding.memory_space import on_host, to_device, to_host
+from jaxscale.sharding.memory_space import on_host, row_major, to_device, to_host
 
 STEP_FROM_ORIGIN = {"from_left": 1, "from_right": -1}
 """For each origin of messages, the receiving rank minus the sending rank (modulo the number of ranks)."""
@@ -73,7 +72,8 @@ def read(pool: Any, slot: Any) -> Any:
     def take(leaf: Any) -> Any:
         """Return the slot of one leaf of the pool."""
         slot_array = leaf[0] if leaf.shape[0] == 1 else lax.dynamic_index_in_dim(leaf, slot, 0, keepdims=False)
-        return _row_major(to_device(slot_array)) if on_host(leaf) else slot_array
+        # on a TPU, a move between host and device fails if the layouts differ; that of host memory is row-major
+        return row_major(to_device(slot_array)) if on_host(leaf) else slot_array
 
     return jax.tree.map(take, pool)
 
@@ -96,15 +96,10 @@ def write(pool: Any, slot: Any, value: Any) -> Any:
     def put(leaf: Any, array: Any) -> Any:
         """Return the leaf of the pool with `array`, a leaf of the value, written to the slot."""
         cast_array = array.astype(leaf.dtype)
-        placed_array = to_host(_row_major(cast_array)) if on_host(leaf) else cast_array
+        placed_array = to_host(row_major(cast_array)) if on_host(leaf) else cast_array
         return lax.dynamic_update_index_in_dim(leaf, placed_array, slot, 0)
 
     return jax.tree.map(put, pool, value)
-
-
-def _row_major(array: Any) -> Any:
-    """Return a value in row-major layout, the layout of host memory. If the layouts differ, a TPU's compiler fails."""
-    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 
 def tree_or_zeros(condition: Any, tree: Any) -> Any:
