@@ -67,6 +67,13 @@ class Compiler:
             TPU 7x does so; this was inferred from two compiled steps with a tensor axis and one with a pipeline.
         stores_gathered_expressions: whether an expression from which a gather picks elements is stored. XLA does so for
             v5e, which has no sparse cores that could gather; this was inferred from one compiled step.
+        stores_exponentials: whether an expression that contains an exponential is stored if a matrix product with batch
+            dims reads it, such as the probabilities of attention. XLA does so for v4 and v5p, but not for v6e; this was
+            inferred from one step that was compiled for all three.
+        zeroes_stacks_early: whether the largest stacks of gradients that a loop over layers fills are in memory since
+            the end of the forward pass. XLA writes the zeros of stacks of one shape at once, and those of the largest
+            stacks before the gradient of the logits, if it schedules operations to hide messages; this was inferred
+            from five steps on H100, H200 and B200.
     """
 
     product_fusion: Literal["no", "all", "local"] = "no"
@@ -77,6 +84,8 @@ class Compiler:
     adds_in_place: bool = False
     stores_split_operands: bool = False
     stores_gathered_expressions: bool = False
+    stores_exponentials: bool = False
+    zeroes_stacks_early: bool = False
 
 
 class Arrays:
@@ -333,6 +342,8 @@ class Arrays:
             return True
         if self.compiler.stores_gathered_expressions and self._is_gathered_expression(value, reader_indices):
             return True
+        if self.compiler.stores_exponentials and self._is_batched_exponential(value, product_indices):
+            return True
         return self.compiler.product_fusion == "local" and any(map(self.is_ring_product, product_indices))
 
     def _is_backward_sum(self, value: int) -> bool:
@@ -366,6 +377,21 @@ class Arrays:
         producer = self._producer_by_value.get(value)
         is_pipelined = producer is not None and PIPE in producer.manual_axes and value not in self._literals
         return (is_split or is_pipelined) and self.program.avals[value].dtype.itemsize == 2
+
+    def _is_batched_exponential(self, value: int, product_indices: Iterable[int]) -> bool:
+        """Return whether a product with batch dims reads an expression that contains an exponential."""
+        products = [self.program.operations[index] for index in product_indices]
+        if not any(op.kind == "dot_general" and op.params["dimension_numbers"][1][0] for op in products):
+            return False
+        pending_values, expressions = [value], {value}
+        while pending_values:
+            producer = self._producer_by_value.get(pending_values.pop())
+            if producer is not None and producer.kind in ("exp", "exp2"):
+                return True
+            operands = set() if producer is None else {v for v in producer.inputs if v not in self.array_bytes}
+            pending_values += [operand for operand in operands - expressions if operand is not None]
+            expressions |= operands
+        return False
 
     def _is_convolved_sum(self, value: int, product_indices: Iterable[int]) -> bool:
         """Return whether a convolution reads a sum of several arrays of the same shape, such as a residual stream."""

@@ -150,6 +150,8 @@ def _compiler(platform: Platform, plan: Plan) -> Compiler:
         adds_in_place=platform.chip.kind != "cpu",
         stores_split_operands=platform.chip.name == "7x",
         stores_gathered_expressions=platform.chip.name == "v5e",
+        stores_exponentials=platform.chip.name in ("v4", "v5p"),
+        zeroes_stacks_early=platform.chip.kind == "gpu" and hides_latency(platform.chip),
     )
 
 

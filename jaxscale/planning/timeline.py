@@ -12,11 +12,12 @@ Left out: the order in which XLA schedules independent operations, XLA's remater
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from jaxscale.planning.compile_pieces import Piece
 from jaxscale.planning.fusion import COLLECTIVES, NAME_KEEPERS, PRODUCTS, Arrays, Compiler
 from jaxscale.programs.flat import FlatProgram, Operation, carries
-from jaxscale.programs.kinds import kinds_of
+from jaxscale.programs.kinds import has_both_passes, kinds_of, loss_range
 from jaxscale.programs.late import gradient_product_indices, late_arrays
 from jaxscale.programs.placements import Placements
 from jaxscale.programs.regions import results_and_unchanged_operands
@@ -148,11 +149,14 @@ class _Sweep:
         last_read_by_array = self._last_read_by_array()
         last_use_by_array = last_read_by_array | self._late_read_by_array(last_read_by_array)
         live_item_by_array: dict[int, Item] = {}
+        early_index, early_stacks = self._early_stacks()
         earlier_item_by_array: dict[int, Item] = {}
         moments: list[Moment] = []
         array_bytes = self.arrays.array_bytes
         for index, operation in enumerate(self.arrays.program.operations):
             piece = piece_by_index.get(index)
+            if index == early_index:
+                live_item_by_array |= early_stacks
             new_arrays = [value for value in operation.outputs if value in array_bytes]
             dying_arrays = [value for value in live_item_by_array if last_use_by_array.get(value, -1) <= index]
             for value in self._reused_arrays(operation, new_arrays, dying_arrays, live_item_by_array):
@@ -183,6 +187,36 @@ class _Sweep:
             if new_arrays or inner_moments:
                 live_item_by_array = next_item_by_array
         return moments
+
+    def _early_stacks(self) -> tuple[int, dict[int, Item]]:
+        """Return the index of the first operation after the forward pass, and the stacks that are in memory from it on.
+
+        These are the stacks of gradients of the shapes that take the most bytes together; each has its item.
+        """
+        arrays = self.arrays
+        operations = arrays.program.operations
+        if not arrays.compiler.zeroes_stacks_early or not has_both_passes(arrays.program):
+            return -1, {}
+        forward_end, backward_start = loss_range(operations)
+        loop = operations[backward_start]
+        if loop.loop_body is None or operations[forward_end].loop_body is None:
+            return -1, {}
+        stacks_by_shape: dict[Any, list[int]] = {}
+        for value in loop.outputs[len(carries(loop)) :]:
+            aval = arrays.program.avals[value]
+            if arrays.array_bytes.get(value):
+                stacks_by_shape.setdefault((aval.shape, aval.dtype), []).append(value)
+        bytes_by_shape = {
+            shape: sum(map(arrays.array_bytes.__getitem__, stacks)) for shape, stacks in stacks_by_shape.items()
+        }
+        most_bytes = max(bytes_by_shape.values(), default=0)
+        largest_stacks = [
+            value
+            for shape, stacks in stacks_by_shape.items()
+            if bytes_by_shape[shape] == most_bytes
+            for value in stacks
+        ]
+        return forward_end + 1, {value: self._item(loop, value) for value in largest_stacks}
 
     def _last_read_by_array(self) -> dict[int, int]:
         """Return, for each array, the index of the last operation that reads it, directly or through an expression."""

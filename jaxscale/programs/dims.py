@@ -5,7 +5,7 @@ A dim of an operand corresponds to the dim of the result that has the same eleme
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,16 @@ DimLink = tuple[int, int, int]
 def placement_of(sharding: Any, rank: int) -> Placement:
     """Return the placement of an array with `rank` dims; no dim has axes unless `sharding` is a `NamedSharding`."""
     return dim_axes(getattr(sharding, "spec", None) or (), rank)[:rank]
+
+
+def without_axes(removed_axes: Collection[str], placement: Placement) -> Placement:
+    """Return a placement without some mesh axes."""
+    return tuple(tuple(axis for axis in axes if axis not in removed_axes) for axes in placement)
+
+
+def joined_placement(first: Placement, second: Placement) -> Placement:
+    """Return the placement of a value whose dims are split by the axes of one placement, then by those of another."""
+    return tuple((*first_axes, *second_axes) for first_axes, second_axes in zip(first, second, strict=True))
 
 
 def part_counts(placement: Placement, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -81,6 +91,20 @@ def dim_links(
     """
     yield_links = _RULES.get(primitive)
     return None if yield_links is None else list(yield_links(params, operand_shapes, result_shape))
+
+
+def gather_links(params: Any, operand_shapes: Sequence[Shape], result_shape: Shape) -> Iterator[DimLink]:
+    """Yield the corresponding dims of a gather: the indices' dims, and the table's dims that are gathered whole."""
+    dim_numbers = params["dimension_numbers"]
+    table_shape, indices_shape = operand_shapes[:2]
+    batch_result_dims = [dim for dim in range(len(result_shape)) if dim not in dim_numbers.offset_dims]
+    yield from (
+        (1, dim, result_dim) for dim, result_dim in zip(range(len(indices_shape) - 1), batch_result_dims, strict=False)
+    )
+    whole_table_dims = [dim for dim in range(len(table_shape)) if dim not in dim_numbers.collapsed_slice_dims]
+    for dim, result_dim in zip(whole_table_dims, dim_numbers.offset_dims, strict=False):
+        if table_shape[dim] == result_shape[result_dim]:
+            yield 0, dim, result_dim
 
 
 def summed_dim_pairs(primitive: str, params: Any) -> list[tuple[int, int]]:

@@ -20,15 +20,18 @@ from jaxscale.programs.dims import (
     Placement,
     Shape,
     dim_links,
+    gather_links,
+    joined_placement,
     local_bytes,
     local_shape,
     part_counts,
     placement_of,
     shape_of,
     summed_dim_pairs,
+    without_axes,
 )
 from jaxscale.programs.elementwise import ELEMENTWISE
-from jaxscale.programs.flat import LOOPS, FlatProgram, Operation, carries, loop_parts
+from jaxscale.programs.flat import LOOPS, FlatProgram, Operation, carries, flatten, loop_parts
 from jaxscale.programs.tiles import TileDimPairs, Tiles, padding_factor
 from jaxscale.sharding.partition import dim_axes
 
@@ -281,20 +284,11 @@ def _output_placements(operation: Operation, index: int, placements: Placements)
     if operation.branches:
         return _place_branches(operation, index, operand_placements, placements)
     if kind == "enter":
-        return [
-            tuple(tuple(axis for axis in axes if axis not in operation.manual_axes) for axes in operand_placements[0])
-        ]
+        return [without_axes(operation.manual_axes, operand_placements[0])]
     if kind == "leave":
-        manual_placement = dim_axes(operation.params["spec"], len(operand_placements[0]))
-        return [
-            tuple(
-                (*manual_axes, *axes) for manual_axes, axes in zip(manual_placement, operand_placements[0], strict=True)
-            )
-        ]
+        return [joined_placement(dim_axes(operation.params["spec"], len(operand_placements[0])), operand_placements[0])]
     if kind == "shard_map":
-        specs = operation.params["out_specs"]
-        values_and_specs = zip(operation.outputs, specs, strict=True)
-        return [dim_axes(spec, len(avals[value].shape)) for value, spec in values_and_specs]
+        return _place_region(operation, operand_placements, placements)
     if kind != "dot_general":
         return [
             _linked_placement(operation, operand_avals, operand_placements, output, placements)
@@ -357,7 +351,7 @@ def _links_of(operation: Operation, operand_shapes: Sequence[Shape], result_shap
     """Return which operand dims correspond to each dim of a result; if several do, the first takes precedence."""
     kind, params = operation.kind, operation.params
     if kind == "gather":
-        return _gather_links(params, operand_shapes, result_shape)
+        return gather_links(params, operand_shapes, result_shape)
     operation_links = dim_links(kind, params, operand_shapes, result_shape)
     if operation_links is None:
         return _same_position_links(operand_shapes[:1] if kind in _LIKE_FIRST_OPERAND else operand_shapes, result_shape)
@@ -370,20 +364,6 @@ def _same_position_links(operand_shapes: Sequence[Shape], result_shape: Shape) -
     for operand_index, shape in enumerate(operand_shapes):
         if len(shape) == len(result_shape):
             yield from ((operand_index, dim, dim) for dim, size in enumerate(result_shape) if shape[dim] == size)
-
-
-def _gather_links(params: Any, operand_shapes: Sequence[Shape], result_shape: Shape) -> Iterable[DimLink]:
-    """Yield the corresponding dims of a gather: the indices' dims, and the table's dims that are gathered whole."""
-    dim_numbers = params["dimension_numbers"]
-    table_shape, indices_shape = operand_shapes[:2]
-    batch_result_dims = [dim for dim in range(len(result_shape)) if dim not in dim_numbers.offset_dims]
-    yield from (
-        (1, dim, result_dim) for dim, result_dim in zip(range(len(indices_shape) - 1), batch_result_dims, strict=False)
-    )
-    whole_table_dims = [dim for dim in range(len(table_shape)) if dim not in dim_numbers.collapsed_slice_dims]
-    for dim, result_dim in zip(whole_table_dims, dim_numbers.offset_dims, strict=False):
-        if table_shape[dim] == result_shape[result_dim]:
-            yield 0, dim, result_dim
 
 
 def _place_loop(
@@ -429,6 +409,28 @@ def _place_loop(
         ((), *(body_placements.by_value[value] if value is not None else ())) for value in stacked_outputs
     ]
     return [*state_placements, *stacked_placements]
+
+
+def _place_region(
+    operation: Operation, operand_placements: Sequence[Placement], placements: Placements
+) -> list[Placement]:
+    """Return the placement of each result of a `shard_map`: its spec, and the automatic axes that its body keeps."""
+    params, avals = operation.params, placements.program.avals
+    manual_placements = [
+        dim_axes(spec, len(avals[value].shape))
+        for value, spec in zip(operation.outputs, params["out_specs"], strict=True)
+    ]
+    manual_axes = frozenset(params["newly_manual_axes"]) | operation.manual_axes
+    automatic_placements = [without_axes(manual_axes, placement) for placement in operand_placements]
+    if not any(map(any, automatic_placements)):
+        return manual_placements
+    body = flatten(params["jaxpr"], manual_axes)
+    axis_sizes = {axis: size for axis, size in placements.axis_sizes.items() if axis not in manual_axes}
+    placement_by_value = place(body, automatic_placements, axis_sizes).by_value
+    return [
+        manual if value is None else joined_placement(manual, placement_by_value[value])
+        for manual, value in zip(manual_placements, body.outputs, strict=True)
+    ]
 
 
 def _automatic_axis_sizes(operation: Operation, placements: Placements) -> dict[str, int]:

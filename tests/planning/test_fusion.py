@@ -1,5 +1,7 @@
 """Which values are arrays, and how many bytes they take."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -198,13 +200,46 @@ def test_a_narrow_value_split_over_tensor_that_two_products_read_is_an_array_on_
     assert [kinds[value] for value in arrays.array_bytes].count("sin") == stored
 
 
+def weighted_rows(weigh, q, k, v):
+    return jnp.einsum("bts,bsd->btd", weigh(jnp.einsum("btd,bsd->bts", q, k)).astype("bfloat16"), v)
+
+
+def weighted_table(q, k, v):  # no batch dims
+    return jax.nn.softmax(q[0] @ k[0].T).astype("bfloat16") @ v[0]
+
+
 @pytest.mark.parametrize(
-    ("place", "split", "gathered"),
-    [("tpu 7x:2x2x1", True, False), ("tpu v5e:2x2", False, True), ("gpu h100", False, False)],
+    ("fn", "stores", "stored"),
+    [
+        (partial(weighted_rows, jax.nn.softmax), True, ["convert_element_type"]),
+        (partial(weighted_rows, jax.nn.softmax), False, []),
+        (partial(weighted_rows, jnp.tanh), True, []),
+        (weighted_table, True, []),
+    ],
+    ids=["v5p", "v6e", "without an exponential", "without batch dims"],
 )
-def test_rules_of_one_chip_are_of_that_chip(place, split, gathered):
+def test_probabilities_that_a_batched_product_reads_are_an_array_on_a_v5p(fn, stores, stored):
+    program = flatten(jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct((2, 64, 64), "float32")] * 3))
+    arrays = Arrays(program, place(program, [((),) * 3] * 3, {}), Compiler("all", stores_exponentials=stores))
+    kinds = {value: operation.kind for operation in program.operations for value in operation.outputs}
+    assert [kind for value in arrays.array_bytes if (kind := kinds[value]) in ("convert_element_type", "div")] == stored
+
+
+@pytest.mark.parametrize(
+    ("place", "stored"),
+    [
+        ("tpu 7x:2x2x1", "split_operands"),
+        ("tpu v5e:2x2", "gathered_expressions"),
+        ("tpu v5p:2x2x1", "exponentials"),
+        ("tpu v4:2x2x1", "exponentials"),
+        ("tpu v6e:2x2", ""),
+        ("gpu h100", ""),
+    ],
+)
+def test_rules_of_one_chip_are_of_that_chip(place, stored):
     compiler = program._compiler(Platform.parse(place), Plan())
-    assert (compiler.stores_split_operands, compiler.stores_gathered_expressions) == (split, gathered)
+    rules = ("split_operands", "gathered_expressions", "exponentials")
+    assert [rule for rule in rules if getattr(compiler, f"stores_{rule}")] == stored.split()
 
 
 @pytest.mark.parametrize(

@@ -95,3 +95,27 @@ def test_remat_keeps_less():
     kept, less = (peak(net(keep), w, X, fuses="all").peak_bytes for keep in (True, False))
     # cosines of both products, the input of the second product, and the block's input; gradients in both
     assert kept - less == pytest.approx(3 * 16 * KB, rel=0.15)
+
+
+@pytest.mark.parametrize(("zeroes_early", "stack_count"), [(False, 0), (True, 2)])
+def test_the_largest_stacks_of_gradients_are_in_memory_during_the_loss_if_messages_are_hidden(
+    zeroes_early, stack_count
+):
+    head = jax.ShapeDtypeStruct((32, 320), jnp.float32)
+    wide, narrow = (jax.ShapeDtypeStruct((4, 32, width), jnp.float32) for width in (64, 32))
+
+    def gradients(x, head, up, gate, narrow):
+        def loss(head, up, gate, narrow):
+            def layer(x, weights):
+                up, gate, narrow = weights
+                return jnp.sin(jnp.sin(x @ up) * (x @ gate)) @ jnp.concatenate((narrow, narrow)), None
+
+            y = jax.lax.scan(jax.checkpoint(layer), x, (up, gate, narrow))[0]
+            return jnp.exp(y @ head).sum()
+
+        return jax.grad(loss, (0, 1, 2, 3))(head, up, gate, narrow)
+
+    moments = peak(gradients, X, head, wide, wide, narrow, zeroes_stacks_early=zeroes_early).moments
+    during_loss = [moment for moment in moments if any("[32, 320]" in item.name for item in moment.items)]
+    stacks = [item for item in during_loss[0].items if "[4, 32, " in item.name and "dot_general" in item.name]
+    assert [item.bytes for item in stacks] == [4 * 2 * KB] * stack_count  # those of the two weights of one shape

@@ -160,6 +160,21 @@ def test_an_array_is_placed_where_a_region_over_manual_axes_reads_it():
     assert placements.by_value[product.outputs[0]] == (("replica",), ())
 
 
+def test_a_region_keeps_the_axes_that_are_not_manual():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("sequence", "fsdp"))
+
+    def fn(x):
+        specs = {"in_specs": P(None, "sequence"), "out_specs": (P("sequence"), P("sequence"))}
+        run = jax.shard_map(lambda part: (part.T, jnp.ones(part.shape[1])), mesh=mesh, axis_names={"sequence"}, **specs)
+        return run(x)
+
+    program = flatten(jax.make_jaxpr(fn)(jnp.ones((8, 16))))
+    for axes in (("fsdp",), ()):  # along the batch
+        placements = place(program, [(axes, ("sequence",))], {"sequence": 4, "fsdp": 2})
+        transposed, ones = [placements.by_value[value] for value in program.outputs]
+        assert (transposed, ones) == ((("sequence",), axes), (("sequence",),))
+
+
 @pytest.mark.parametrize(("shape", "factor"), [((512, 128), 1.0), ((512, 257, 64), 1.0), ((1024, 100), 1.04)])
 def test_padding_takes_the_best_layout(shape, factor):
     assert padding_factor(shape) == factor
