@@ -35,6 +35,9 @@ more other models: the same as "other models" with another seed, compiled after 
 newest other models: the same with a third seed, compiled after cycles of unlike blocks had stopped keeping copies of
     their weights.
 fresh other models: the same with a fourth seed, compiled after estimates had stopped to count donated arrays twice.
+fresh GPU: steps on GPUs with another seed, of the models of the designs "sized" and "other models", compiled after a rule
+    for stacks of gradients there.
+fresh TPU: the same on TPUs, compiled after a rule for probabilities on v4 and v5p.
 
 If a rule is read off a case of a held-out design after all, its row holds the error of before (`error_before`), and
 that error counts, and so does today's for the margins that `fit` states. `fit` prints the figures of `UNSEEN`.
@@ -151,6 +154,22 @@ OTHER_FACTORS = SIZED_FACTORS | {
     ),
 }  # fmt: skip
 """The values of each factor of the design "other models": no model or machine is one of the designs' above."""
+
+FRESH_GPU_FACTORS = SIZED_FACTORS | {
+    "model": (*SIZED_FACTORS["model"], *OTHER_FACTORS["model"]),
+    "platform": (
+        "gpu a100-80 x 8", "gpu h100 x 8", "gpu h100 x 16", "gpu h200 x 4", "gpu h200 x 8", "gpu b200 x 4", "gpu b200 x 8",
+    ),
+}  # fmt: skip
+"""The values of each factor of the design "fresh GPU"."""
+
+FRESH_TPU_FACTORS = FRESH_GPU_FACTORS | {
+    "platform": (
+        "tpu v4:2x2x2", "tpu v5e:4x4", "tpu v5e:4x8", "tpu v5p:2x2x2", "tpu v5p:2x2x4", "tpu v6e:4x4", "tpu v6e:2x4",
+        "tpu 7x:2x2x2",
+    ),
+}  # fmt: skip
+"""The values of each factor of the design "fresh TPU"."""
 
 OTHER_PIPELINED_FACTORS = PIPELINED_FACTORS | {
     "model": ("gemma_2b", "qwen_7b", "gpt2_xl", "vit_huge", "experts_many"),
@@ -275,11 +294,13 @@ DESIGNS = {
     "more other models": Design(OTHER_FACTORS, 2043, 18),
     "newest other models": Design(OTHER_FACTORS, 2044, 18),
     "fresh other models": Design(OTHER_FACTORS, 2045, 18),
+    "fresh GPU": Design(FRESH_GPU_FACTORS, 2046, 16),
+    "fresh TPU": Design(FRESH_TPU_FACTORS, 2047, 12),
 }
 UNSEEN = (
     "unseen", "unseen usual", "unseen 7x", "unseen pipelined", "unseen pipelined TPU", "float32 pipelined",
     "other models", "other models pipelined", "asynchronous", "more other models",
-    "newest other models", "fresh other models",
+    "newest other models", "fresh other models", "fresh GPU", "fresh TPU",
 )  # fmt: skip
 """The designs on whose cases nothing had been fitted when they were compiled. `fit` prints their errors by the kind of
 step (`accuracy.StepKind`) and of platform."""
