@@ -35,8 +35,8 @@ more other models: the same as "other models" with another seed, compiled after 
 newest other models: the same with a third seed, compiled after cycles of unlike blocks had stopped keeping copies of
     their weights.
 fresh other models: the same with a fourth seed, compiled after estimates had stopped to count donated arrays twice.
-fresh GPU: steps on GPUs with another seed, of the models of the designs "sized" and "other models", compiled after a rule
-    for stacks of gradients there.
+fresh GPU: steps on GPUs with another seed, of the models of the designs "sized" and "other models", compiled after a
+    rule for stacks of gradients there.
 fresh TPU: the same on TPUs, compiled after a rule for probabilities on v4 and v5p.
 
 If a rule is read off a case of a held-out design after all, its row holds the error of before (`error_before`), and
@@ -158,7 +158,8 @@ OTHER_FACTORS = SIZED_FACTORS | {
 FRESH_GPU_FACTORS = SIZED_FACTORS | {
     "model": (*SIZED_FACTORS["model"], *OTHER_FACTORS["model"]),
     "platform": (
-        "gpu a100-80 x 8", "gpu h100 x 8", "gpu h100 x 16", "gpu h200 x 4", "gpu h200 x 8", "gpu b200 x 4", "gpu b200 x 8",
+        "gpu a100-80 x 8", "gpu h100 x 8", "gpu h100 x 16", "gpu h200 x 4", "gpu h200 x 8", "gpu b200 x 4",
+        "gpu b200 x 8",
     ),
 }  # fmt: skip
 """The values of each factor of the design "fresh GPU"."""

@@ -12,7 +12,9 @@ weights is missing and only the small size is drawn, with random weights of its 
 that it draws.
 
 On 2026-11-28, on 2 cores of an Intel Xeon, and torch 2.13: wall 1.24x to 1.67x and processor 1.34x to 1.85x (27M, 40 +
-30); 1.30x to 1.61x and 1.54x to 1.88x (27M, 100 + 100); 0.72x to 0.78x and 0.90x to 0.99x (SmolLM2's size).
+30); 1.30x to 1.61x and 1.54x to 1.88x (27M, 100 + 100); 0.72x to 0.78x and 0.90x to 0.99x (SmolLM2's size). On
+2026-12-01, on 2 quiet cores of an AMD EPYC (Zen 4): 2.01x to 2.34x and 1.56x to 1.64x; 1.76x to 2.14x and 1.65x to
+1.80x; 1.10x to 1.32x and 1.14x to 1.18x. docs/choosing/speed.md has another machine's.
 """
 
 import argparse

@@ -273,12 +273,13 @@ class _Sweep:
                 for result, source in results_and_sources
                 if source in dying_arrays and item_by_array[source].bytes == array_bytes.get(result)
             ]
-        if operation.kind.startswith("reduce_") or (
-            self.arrays.compiler.product_fusion == "no" and operation.loop_body is None
-        ):
+        if operation.kind.startswith("reduce_"):
             return []
         candidates, results = list(dying_arrays), new_arrays
-        if operation.loop_body is not None:
+        if self.arrays.compiler.product_fusion == "no" and operation.loop_body is None:
+            # seen in one step on H100, whose gradient of capped logits is computed in the array of a scatter
+            candidates = [value for value in dying_arrays if value in self.arrays.scattered_sums]
+        elif operation.loop_body is not None:
             initial_state = carries(operation)
             results = operation.outputs[: len(initial_state)]
             state_sources = self.arrays.sources_of(initial_state)
