@@ -24,8 +24,9 @@ MARGIN = 0.15
 IRREGULAR_MARGIN = 0.25
 """Margin of steps whose blocks run in no loop, or in a loop over cycles of unlike blocks (models with windows)."""
 
-NARROW_MARGIN = 0.1
-"""Margin of usual steps (`is_usual`). No unseen one was off by more (`experiments/benchmarks/fit_cases.py`)."""
+NARROW_MARGIN = 0.12
+"""Margin of usual steps (`is_usual`). No unseen one is off by more (`experiments/benchmarks/fit_cases.py`). One was off
+by 26 % until its program was changed: XLA kept weights in two layouts (`step/planned_model.py`)."""
 
 USUAL_CHIPS = ("v5e", "v5p", "v6e")
 """Names of the chips of usual steps."""

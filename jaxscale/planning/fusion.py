@@ -67,13 +67,13 @@ class Compiler:
             TPU 7x does so; this was inferred from two compiled steps with a tensor axis and one with a pipeline.
         stores_gathered_expressions: whether an expression from which a gather picks elements is stored. XLA does so for
             v5e, which has no sparse cores that could gather; this was inferred from one compiled step.
-        stores_exponentials: whether an expression that contains an exponential is stored if a matrix product with batch
-            dims reads it, such as the probabilities of attention. XLA does so for v4 and v5p, but not for v6e; this was
-            inferred from one step that was compiled for all three.
-        zeroes_stacks_early: whether the largest stacks of gradients that a loop over layers fills are in memory since
-            the end of the forward pass. XLA writes the zeros of stacks of one shape at once, and those of the largest
-            stacks before the gradient of the logits, if it schedules operations to hide messages; this was inferred
-            from five steps on H100, H200 and B200.
+        stores_exponentials: whether an expression that contains an exponential of its own size is stored if a matrix
+            product with batch dims reads it, such as the probabilities of attention. XLA does so for v4 and v5p, but
+            not for v6e; this was inferred from one step that was compiled for all three.
+        zeroes_stacks_early: whether the largest stacks of gradients that a loop over layers fills are in memory from
+            the end of the forward pass on. XLA writes the zeros of stacks of one shape at once, and those of the
+            largest stacks before the gradient of the logits, if it schedules operations to hide messages; this was
+            inferred from five steps on H100, H200 and B200.
     """
 
     product_fusion: Literal["no", "all", "local"] = "no"
@@ -379,17 +379,20 @@ class Arrays:
         return (is_split or is_pipelined) and self.program.avals[value].dtype.itemsize == 2
 
     def _is_batched_exponential(self, value: int, product_indices: Iterable[int]) -> bool:
-        """Return whether a product with batch dims reads an expression that contains an exponential."""
+        """Return whether a product with batch dims reads an expression that contains an exponential of its own size."""
         products = [self.program.operations[index] for index in product_indices]
         if not any(op.kind == "dot_general" and op.params["dimension_numbers"][1][0] for op in products):
             return False
+        avals = self.program.avals
         pending_values, expressions = [value], {value}
         while pending_values:
             producer = self._producer_by_value.get(pending_values.pop())
-            if producer is not None and producer.kind in ("exp", "exp2"):
+            if producer is None:
+                continue
+            if producer.kind in ("exp", "exp2") and avals[producer.outputs[0]].size >= avals[value].size:
                 return True
-            operands = set() if producer is None else {v for v in producer.inputs if v not in self.array_bytes}
-            pending_values += [operand for operand in operands - expressions if operand is not None]
+            operands = {operand for operand in producer.inputs if operand is not None} - self.array_bytes.keys()
+            pending_values += operands - expressions
             expressions |= operands
         return False
 

@@ -191,7 +191,7 @@ class _Sweep:
     def _early_stacks(self) -> tuple[int, dict[int, Item]]:
         """Return the index of the first operation after the forward pass, and the stacks that are in memory from it on.
 
-        These are the stacks of gradients of the shapes that take the most bytes together; each has its item.
+        These are the gradient stacks of the shape whose stacks take the most bytes in total; each has its item.
         """
         arrays = self.arrays
         operations = arrays.program.operations
@@ -199,7 +199,7 @@ class _Sweep:
             return -1, {}
         forward_end, backward_start = loss_range(operations)
         loop = operations[backward_start]
-        if loop.loop_body is None or operations[forward_end].loop_body is None:
+        if forward_end >= backward_start or loop.loop_body is None or operations[forward_end].loop_body is None:
             return -1, {}
         stacks_by_shape: dict[Any, list[int]] = {}
         for value in loop.outputs[len(carries(loop)) :]:
@@ -277,7 +277,7 @@ class _Sweep:
             return []
         candidates, results = list(dying_arrays), new_arrays
         if self.arrays.compiler.product_fusion == "no" and operation.loop_body is None:
-            # seen in one step on H100, whose gradient of capped logits is computed in the array of a scatter
+            # seen in one step on a GPU, whose gradient of capped logits is computed in the array of a scatter
             candidates = [value for value in dying_arrays if value in self.arrays.scattered_sums]
         elif operation.loop_body is not None:
             initial_state = carries(operation)

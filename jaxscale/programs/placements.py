@@ -414,12 +414,10 @@ def _place_loop(
 def _place_region(
     operation: Operation, operand_placements: Sequence[Placement], placements: Placements
 ) -> list[Placement]:
-    """Return the placement of each result of a `shard_map`: its spec, and the automatic axes that its body keeps."""
-    params, avals = operation.params, placements.program.avals
-    manual_placements = [
-        dim_axes(spec, len(avals[value].shape))
-        for value, spec in zip(operation.outputs, params["out_specs"], strict=True)
-    ]
+    """Return the placement of each result of a `shard_map`: its spec, and the automatic axes of its operands."""
+    params = operation.params
+    ranks = [len(placements.program.avals[value].shape) for value in operation.outputs]
+    manual_placements = list(map(dim_axes, params["out_specs"], ranks))
     manual_axes = frozenset(params["newly_manual_axes"]) | operation.manual_axes
     automatic_placements = [without_axes(manual_axes, placement) for placement in operand_placements]
     if not any(map(any, automatic_placements)):

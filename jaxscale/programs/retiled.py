@@ -7,7 +7,7 @@ parameters are in two-byte types.
 Weights that are gathered before the passes (ZeRO 1 and 2) are gathered in tiles of 8 x 128, too. XLA copies them once
 for each loop that reads them. The sparse cores make all these copies ahead of time: while the forward loop runs, the
 gathered weights, the forward pass's copy and the backward pass's copy are all in memory, and after it the last one
-alone. A weight whose shard pads less in another layout is gathered in that one, and only its two copies stay. A loop
+alone. A weight whose shard pads less in another layout is gathered in that layout, and only its two copies stay. A loop
 over microbatches reads one copy. The rule was inferred from three compiled steps.
 Left out: weights between whose gather and whose loop another operation stands, as with memory sqrt, codecs of replicas
 and pipelines.
@@ -26,7 +26,7 @@ import jax
 
 from jaxscale.programs.flat import VIEWS, FlatProgram, Operation, loop_parts
 from jaxscale.programs.regions import is_tick_loop
-from jaxscale.programs.tiles import RETILE, SMALL_COUNT, padding_factor
+from jaxscale.programs.tiles import RETILE, SMALL_COUNT, pads_less_in_other_layout
 
 RETILED_OPERANDS = (
     "dot_general", "conv_general_dilated", "ragged_dot_general", "transpose", "reshape", "squeeze",
@@ -86,9 +86,8 @@ def with_retiled_weights(program: FlatProgram) -> FlatProgram:
             operation = dataclasses.replace(operation, inputs=inputs)
         operations.append(operation)
         for weight in weights_of_new_copies:
-            if (
-                copies_by_weight[weight] and not gathered_weights[weight]
-            ):  # these copies are complete when this loop is; until then the weight stays
+            # these copies are complete when this loop is; until then the weight stays
+            if copies_by_weight[weight] and not gathered_weights[weight]:
                 append_copy(weight, jax.ShapeDtypeStruct((), "uint32"))
     return dataclasses.replace(program, operations=operations, avals=avals)
 
@@ -118,9 +117,8 @@ def with_retiled_pools(program: FlatProgram, *, retiles_weights: bool) -> FlatPr
         """Return whether a value is an argument, up to views, that the loop reads in other tiles."""
         if value is None:
             return False
-        if not _pads_less_in_other_layout(getattr(avals[value], "shape", ())) and not (
-            retiles_weights and _is_retiled(avals[value])
-        ):
+        has_other_layout = pads_less_in_other_layout(getattr(avals[value], "shape", ()))
+        if not has_other_layout and not (retiles_weights and _is_retiled(avals[value])):
             return False
         while value in producer_by_value and producer_by_value[value].kind in VIEWS:
             value = producer_by_value[value].inputs[0]
@@ -165,14 +163,8 @@ def _gathered_weights(program: FlatProgram) -> dict[int, bool]:
             shape = program.avals[weight].shape
             constraint = operation_by_value.get(barrier.inputs[0])
             sharding = None if constraint is None else constraint.params.get("sharding")
-            flag_by_weight[weight] = _pads_less_in_other_layout(sharding.shard_shape(shape) if sharding else shape)
+            flag_by_weight[weight] = pads_less_in_other_layout(sharding.shard_shape(shape) if sharding else shape)
     return flag_by_weight
-
-
-def _pads_less_in_other_layout(shape: tuple[int, ...]) -> bool:
-    """Return whether an array of several matrices takes fewer bytes in a layout that is not row-major."""
-    row_major_dims = ((len(shape) - 2, len(shape) - 1),)
-    return len(shape) > 2 and padding_factor(shape, row_major_dims) > padding_factor(shape)
 
 
 def _values_before(gathered_weights: Iterable[int], program: FlatProgram) -> set[int]:

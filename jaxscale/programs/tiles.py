@@ -66,6 +66,17 @@ def padding_factor(shape: Sequence[int], tile_dim_pairs: TileDimPairs | None = N
     )
 
 
+def pads_less_in_other_layout(shape: Sequence[int]) -> bool:
+    """Return whether an array of several matrices takes fewer bytes in a layout that is not row-major.
+
+    Example:
+        >>> pads_less_in_other_layout((48, 1600, 100)), pads_less_in_other_layout((48, 1600, 128))
+        (True, False)
+    """
+    row_major_dims = ((len(shape) - 2, len(shape) - 1),)
+    return len(shape) > 2 and padding_factor(shape, row_major_dims) > padding_factor(shape)
+
+
 def _power_of_2(size: int) -> int:
     """Return the least power of two that is not less than a size."""
     return 1 << max(size - 1, 0).bit_length()

@@ -48,7 +48,7 @@ def to_host(tree: Tree) -> Tree:
 
 
 def row_major(x: Array) -> Array:
-    """Return an array in row-major layout, that of host memory. XLA then copies the array if it computed another one.
+    """Return an array in row-major layout, that of host memory. XLA copies it if it chose another layout.
 
     Example:
         >>> bool(jax.jit(lambda x: row_major(x).sum() == x.sum())(jax.numpy.ones((2, 3))))

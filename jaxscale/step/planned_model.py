@@ -17,6 +17,7 @@ from jaxscale import blocks
 from jaxscale.blocks import Context, Loss
 from jaxscale.lowbit.products import RECIPES
 from jaxscale.offload.weights import with_deferred_offload, with_streamed_weights
+from jaxscale.programs import tiles
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding import place
@@ -189,9 +190,13 @@ class PlannedModel:
                 narrow_param = jax.lax.optimization_barrier(narrow_param)
                 narrow_param = jax.lax.with_sharding_constraint(narrow_param, compute_sharding)
                 if self.layout.platform == "tpu" and not on_host(narrow_param):
-                    # without it XLA keeps a gathered weight in the layout that pads a shard the least, and a copy for
-                    # the loop over layers beside it, which a loop over microbatches makes again each time
-                    narrow_param = row_major(narrow_param)
+                    # otherwise XLA keeps a gathered weight in the layout that pads its shard least, plus a row-major
+                    # copy for the loop over layers; with microbatches it repeats that copy each time
+                    pads_shard, pads_whole = (
+                        tiles.pads_less_in_other_layout(sharding.shard_shape(param.shape))
+                        for sharding in (master_sharding, compute_sharding)
+                    )
+                    narrow_param = row_major(narrow_param) if pads_shard and not pads_whole else narrow_param
             return narrow_param.astype(param.dtype) if self.plan.reduce == "float32" else narrow_param
 
         return jax.tree.map(copy, params, self.layout.master_shardings, self.layout.compute_shardings)

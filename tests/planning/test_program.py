@@ -9,6 +9,7 @@ from flax import nnx
 from jaxscale.compiler.compile import compile_report
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.foreign import ForeignModel, classification
+from jaxscale.models.lora import LoRA
 from jaxscale.models.resnet import ResNet
 from jaxscale.planning.program import described_step, lowered_step, traced_step
 from jaxscale.platforms.platform import Platform
@@ -180,13 +181,32 @@ def test_options_of_the_compiler_decide_whether_products_run_around_a_ring(platf
 
 
 @pytest.mark.parametrize(
-    ("platform", "zero", "is_row_major"),
-    [("tpu v5e:2x2", 1, True), ("tpu v5e:2x2", 3, False), ("gpu h100 x 4", 1, False)],
+    ("platform", "zero", "width", "shapes"),
+    [
+        ("tpu v5e:2x2", 1, 528, [(2, 528, 528)] * 4),  # shards of 132 columns pad to 256, and 528 rows to 640
+        ("tpu v5e:2x2", 1, 512, []),  # shards of 128 columns pad to nothing
+        ("tpu v5e:2x2", 3, 528, []),
+        ("gpu h100 x 4", 1, 528, []),
+    ],
 )
-def test_weights_that_a_tpu_gathers_before_the_passes_are_row_major(platform, zero, is_row_major):
-    step = described_step(tiny(), Platform.parse(platform), Plan(mesh="fsdp:4", zero=zero, precision="bfloat16"))
-    jaxpr = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(tiny()))).jaxpr
+def test_weights_that_a_tpu_gathers_in_another_layout_are_row_major_in_the_passes(platform, zero, width, shapes):
+    model = Decoder(vocab=64, context=16, heads=2, layers=2, embed=width)
+    experiment = Experiment("tiny", model, Tokens(), batch=4, steps=3)
+    step = described_step(experiment, Platform.parse(platform), Plan(mesh="fsdp:4", zero=zero, precision="bfloat16"))
+    jaxpr = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment))).jaxpr
     constraints = [eqn for eqn, _ in equations_with_runs(jaxpr) if eqn.primitive.name == "layout_constraint"]
-    weights = jax.tree.leaves(step.layout.abstract.params)
-    assert len(constraints) == (len(weights) if is_row_major else 0)
+    assert [eqn.invars[0].aval.shape for eqn in constraints if eqn.invars[0].aval.shape[1:] == (width, width)] == shapes
+    assert bool(constraints) == bool(shapes)
     assert all(eqn.params["layout"].major_to_minor == tuple(range(eqn.invars[0].aval.ndim)) for eqn in constraints)
+
+
+def test_adapters_of_few_columns_keep_the_layout_that_xla_gives_them():
+    """Row-major, an adapter of 8 columns would take 16 times its bytes."""
+    model = LoRA(Decoder(vocab=64, context=16, heads=2, layers=8, embed=1024), rank=8)
+    experiment = Experiment("tiny", model, Tokens(), batch=4, steps=3)
+    plan = Plan(mesh="fsdp:4", zero=1, precision="bfloat16")
+    step = described_step(experiment, Platform.parse("tpu v5e:2x2"), plan)
+    jaxpr = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment))).jaxpr
+    constraints = [eqn for eqn, _ in equations_with_runs(jaxpr) if eqn.primitive.name == "layout_constraint"]
+    assert all(eqn.invars[0].aval.shape[-1] > 8 for eqn in constraints)
+    assert any(leaf.shape[-1] == 8 for leaf in jax.tree.leaves(step.layout.abstract.params))
