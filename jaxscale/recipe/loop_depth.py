@@ -1,5 +1,7 @@
 """The number of nested loops in which the devices of an experiment's train step wait for one another."""
 
+import dataclasses
+
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.resnet import ResNet
 from jaxscale.models.vit import ViT
@@ -9,6 +11,8 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
 
 _ELEMENTWISE_OPTIMIZERS = ("adamw", "lion", "sgd")
+_FREE_FIELDS = ("mesh", "precision", "memory", "kernels", "unroll")
+"""Fields of a plan that add no loops around collectives, or whose values are looked at by themselves."""
 _MEMORY_RULES = ("none", "dots", "full", "save")
 """Rules that add no loops over segments of layers."""
 
@@ -28,12 +32,14 @@ def loop_depth_of(experiment: Experiment) -> int:
     depth = {ResNet: 0, Decoder: 1, ViT: 1}.get(type(experiment.model))
     if isinstance(experiment.model, ViT) and plan.unroll >= experiment.model.layers and plan.memory.rule == "none":
         depth = 0
-    plain_plan = Plan(
-        mesh=plan.mesh, precision=plan.precision, memory=plan.memory, kernels=plan.kernels, unroll=plan.unroll
-    )
+    default_plan = Plan()
     mesh = MeshSpec() if plan.mesh is None else plan.mesh
     is_plain = (
-        plan == plain_plan
+        all(
+            getattr(plan, field.name) == getattr(default_plan, field.name)
+            for field in dataclasses.fields(plan)
+            if field.name not in _FREE_FIELDS
+        )
         and mesh == MeshSpec(data=mesh.data)
         and plan.memory.rule in _MEMORY_RULES
         and optimizer.name in _ELEMENTWISE_OPTIMIZERS

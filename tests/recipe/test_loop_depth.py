@@ -75,6 +75,8 @@ def test_loops_over_microbatches_and_layers_count_both():
         {"plan": Plan(memory="sqrt")},
         {"plan": Plan(mesh="data:2", microbatches=2)},
         {"plan": Plan(mesh="data:2,tensor:2")},
+        {"plan": Plan(mesh="pipe:2", pipeline="1f1b:2x4")},  # neither field is valid alone
+        {"plan": Plan(mesh="replica:2", diloco="every=2")},
         {"optimizer": Optimizer("muon")},
         {"optimizer": Optimizer(groups={"mlp": Optimizer("muon")})},
     ],
@@ -115,14 +117,23 @@ def test_a_run_checks_the_loops_of_its_step(declared, tmp_path):
         train(experiment, out=tmp_path / "run", quiet=True)
 
 
-@pytest.mark.parametrize(("model", "threads"), [(RESNET, "8"), (DECODER, "16"), (OwnModel(classes=4), "24")], ids=str)
-def test_the_train_command_declares_the_depth(declared, model, threads, monkeypatch):
+PIPELINE = Plan(mesh="pipe:2", pipeline="1f1b:2x4")
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "threads"),
+    [(RESNET, Plan(), "8"), (DECODER, Plan(), "16"), (DECODER, PIPELINE, "24"), (OwnModel(classes=4), Plan(), "24")],
+    ids=str,
+)
+def test_the_train_command_declares_the_depth(declared, model, plan, threads, monkeypatch):
     declared(depth=2, threads=24)
     monkeypatch.delenv("NPROC")
     monkeypatch.setattr(cpu_threads, "is_backend_started", lambda: False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
     monkeypatch.setattr(Train, "check", lambda self: None)
-    monkeypatch.setattr("jaxscale.cli.experiment_commands.load_experiment", lambda *_: (experiment_of(model), None))
+    monkeypatch.setattr(
+        "jaxscale.cli.experiment_commands.load_experiment", lambda *_: (experiment_of(model, plan), None)
+    )
     monkeypatch.setattr("jaxscale.training.loop.train", lambda *_, **options: cpu_threads.provide_threads())
     Train("file.py").run({})
     assert os.environ.get("NPROC") == threads
