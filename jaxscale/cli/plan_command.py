@@ -40,8 +40,8 @@ class ChoosePlan:
         variant: one of the file's VARIANTS.
         platform: platform to plan for, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
         platforms: several platforms to compare, separated by commas, as in "tpu v5e:4x4, gpu h100 x 8".
-        forbid: settings that are not used, separated by commas: tensor, sequence, replica, zero, microbatches,
-            pipeline, memory, offload, loss_chunk, sequence_parallel or compiler.
+        forbid: settings that are not used, separated by commas, with or without "plan.": tensor, sequence, replica,
+            zero, microbatches, pipeline, memory, offload, loss_chunk, sequence_parallel or compiler.
         objective: with time, the fastest step; with memory, the step that takes the least memory; with chips, the
             fastest step on the smallest machine, up to the platform, that it fits; with cost, the platform with the
             most tokens for a dollar, which requires --platforms and --prices.
@@ -77,7 +77,8 @@ class ChoosePlan:
     def run(self, fields: Mapping[str, str]) -> int:
         """Print the choice, and return the exit code."""
         fixed = fixed_settings(fields)
-        forbidden = frozenset(filter(None, (name.strip() for name in (self.forbid or "").split(","))))
+        names = (name.strip().removeprefix("plan.") for name in (self.forbid or "").split(","))
+        forbidden = frozenset(filter(None, names))
         self.check(fixed, forbidden)
         from jaxscale.planning.search.batches import choose_batch
         from jaxscale.planning.search.choice import PlanChoice, choose_plan

@@ -99,6 +99,14 @@ def test_a_run_with_plan_auto_trains_by_the_plan_that_it_prints(folder, capsys):
     assert read_plan(folder / "run" / "plan.json").microbatches == 2
 
 
+def test_the_settings_that_plan_prints_for_a_pipeline_train(folder, capsys):
+    words = ["--plan.pipeline", "gpipe:2x2", "--forbid", "plan.memory,tensor,offload,loss_chunk,replica"]
+    assert main(["plan", "toy.py", "--platform", "cpu x 2", *words]) == 0
+    settings = re.search(r"train it with: (.*)", capsys.readouterr().out)[1].split()
+    assert settings[:2] == ["--plan.mesh", "pipe:2"]
+    assert main(["train", "toy.py", *settings, "--steps", "1", "--out", "run"]) == 0
+
+
 def test_a_lock_holds_until_the_step_changes(folder, capsys, monkeypatch):
     reports = []
 

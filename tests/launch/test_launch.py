@@ -73,8 +73,7 @@ def test_a_killed_run_comes_back_bitwise_reports_what_that_cost_and_trains_as_on
     parts = sum(run_hours.seconds_by_phase.values()) + lost
     assert abs(parts - run_hours.seconds) < 0.1
     assert "Lost to restarts" in (tmp_path / "killed" / "report.html").read_text()
-    # the launcher's own start and its report, which on a busy machine take longer, as the starts of both attempts do
-    assert run_hours.seconds < seconds < run_hours.seconds + max(4, run_hours.seconds_by_phase["starting"])
+    assert run_hours.seconds < seconds < run_hours.seconds + 4  # the launcher's own start
     # only the order of sums differs from the run of one process
     monkeypatch.setenv("TEXT", str(text))
     monkeypatch.setattr(heartbeat.Writer, "set", heartbeat.Writer.set)  # the file replaces it: restored at the end
