@@ -10,7 +10,6 @@ restart only on the same number of devices, and restore the old order of the dev
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import secrets
 import shutil
@@ -24,6 +23,15 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.checkpoint.array_parts import (
+    Region,
+    StoredPart,
+    assemble,
+    element_count,
+    fits,
+    is_covered,
+    region_of,
+)
 from jaxscale.checkpoint.verified import Description, Restored, dtype_of, invalid_fields
 from jaxscale.errors import UserError
 from jaxscale.records.directory import explain_write_errors, write_json
@@ -41,32 +49,11 @@ RUN_FILE = "memory_copies"
 KEPT = 2
 """Number of copies that are kept: if the newest copy is incomplete, the copy before it is complete."""
 
-Region = tuple[tuple[int, int], ...]
-"""Start and end of a part of an array along each dim."""
 _Part = tuple[str, tuple[int, ...], Region, str, int]
 """Name and shape of an array, the region of it that a file holds, its dtype, and its first byte in the file."""
 CopyKey = tuple[int, int]
 """(time at which the processes that wrote a copy started, in seconds since 1970; step of the copy). Files of different
 starts are never mixed, because results on other devices may be rounded differently."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredPart:
-    """A part of an array in a file.
-
-    Args:
-        shape: shape of the whole array.
-        region: start and end of the part along each dim of the array.
-        dtype: name of the array's dtype.
-        path: the file.
-        position: offset of the part's first byte in the file.
-    """
-
-    shape: tuple[int, ...]
-    region: Region
-    dtype: str
-    path: Path
-    position: int
 
 
 class HostCopies:
@@ -151,11 +138,11 @@ class HostCopies:
         for device, region_slices in array.sharding.devices_indices_map(shape).items():
             process = device.process_index
             if self._host_by_process[process] == self._host_by_process[own_process]:
-                region = _region(region_slices, shape)
+                region = region_of(region_slices, shape)
                 writer_by_region[region] = min(process, writer_by_region.get(region, process))
         yielded_regions: set[Region] = set()
         for shard in array.addressable_shards:
-            region = _region(shard.index, shape)
+            region = region_of(shard.index, shape)
             if writer_by_region[region] == own_process and region not in yielded_regions:
                 yielded_regions.add(region)
                 yield region, shard
@@ -230,11 +217,11 @@ class HostCopies:
         for abstract_leaf in self._abstract_leaves.values():
             own_host = self._host_by_process[process_index()]
             regions = {
-                _region(index, abstract_leaf.shape)
+                region_of(index, abstract_leaf.shape)
                 for device, index in abstract_leaf.sharding.devices_indices_map(abstract_leaf.shape).items()
                 if self._host_by_process[device.process_index] == own_host
             }
-            copy_bytes += sum(_count(region) for region in regions) * np.dtype(abstract_leaf.dtype).itemsize
+            copy_bytes += sum(element_count(region) for region in regions) * np.dtype(abstract_leaf.dtype).itemsize
         used_bytes = 0
         for path in self.folder.glob("start-*"):
             with contextlib.suppress(OSError):  # another process may remove it
@@ -273,13 +260,13 @@ class HostCopies:
             and key[1] < step_count
             and key[1] > newest_step >= copy.newest_checkpoint
             and set(copy.parts) == set(abstract_leaves)
-            and all(_is_covered(leaf, copy.parts[name]) for name, leaf in abstract_leaves.items())
+            and all(is_covered(leaf, copy.parts[name]) for name, leaf in abstract_leaves.items())
         }
         newest_key = max(_common_keys(sorted(copies)), default=None)
         if newest_key is None:
             return None
         parts = {
-            name: [part for part in copies[newest_key].parts[name] if _fits(part, leaf)]
+            name: [part for part in copies[newest_key].parts[name] if fits(part, leaf)]
             for name, leaf in abstract_leaves.items()
         }
 
@@ -289,7 +276,7 @@ class HostCopies:
                 name: jax.make_array_from_callback(
                     leaf.shape,
                     leaf.sharding,
-                    lambda index, leaf=leaf, name=name: _assemble(parts[name], _region(index, leaf.shape), leaf.dtype),
+                    lambda index, leaf=leaf, name=name: assemble(parts[name], region_of(index, leaf.shape), leaf.dtype),
                 )
                 for name, leaf in abstract_leaves.items()
             }
@@ -442,59 +429,4 @@ def _is_in_file(part: _Part, array_bytes: int) -> bool:
     if not all(0 <= start <= end <= dim_size for (start, end), dim_size in zip(region, shape, strict=True)):
         return False
     dtype = dtype_of(dtype_name)
-    return dtype is not None and 0 <= position <= array_bytes - _count(region) * dtype.itemsize
-
-
-def _region(region_slices: Any, shape: tuple[int, ...]) -> Region:
-    """Return the region that slices, one for each dim, select from an array of this shape."""
-    return tuple(dim_slice.indices(dim_size)[:2] for dim_slice, dim_size in zip(region_slices, shape, strict=True))
-
-
-def _count(region: Region) -> int:
-    """Return the number of elements of a region."""
-    return math.prod(end - start for start, end in region)
-
-
-def _overlap(one: Region, other: Region) -> Region:
-    """Return the intersection of two regions; if they are disjoint, some dim of it has end <= start."""
-    return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-
-
-def _fits(part: StoredPart, leaf: Any) -> bool:
-    """Return whether a part belongs to an array with the shape and dtype of `leaf`."""
-    return (part.shape, part.dtype) == (leaf.shape, str(leaf.dtype))
-
-
-def _is_covered(leaf: Any, parts: Sequence[StoredPart]) -> bool:
-    """Return whether the parts cover every region of an array that this process's devices hold."""
-    regions = {part.region for part in parts if _fits(part, leaf)}
-    return all(
-        _is_region_covered(_region(index, leaf.shape), regions)
-        for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-    )
-
-
-def _is_region_covered(region: Region, part_regions: set[Region]) -> bool:
-    """Return whether `part_regions`, which do not overlap, cover a region."""
-    overlaps = [_overlap(region, part_region) for part_region in part_regions]
-    return _count(region) == sum(_count(overlap) for overlap in overlaps if all(start < end for start, end in overlap))
-
-
-def _assemble(parts: Sequence[StoredPart], region: Region, dtype: Any) -> np.ndarray:
-    """Return a region of an array, read from the parts that cover it."""
-    region_array = np.empty([end - start for start, end in region], dtype)
-    for part in {part.region: part for part in parts}.values():
-        overlap = _overlap(region, part.region)
-        if all(start < end for start, end in overlap):
-            shape = [end - start for start, end in part.region]
-            raw_part = np.memmap(part.path, np.uint8, "r", part.position, (math.prod(shape) * region_array.itemsize,))
-            part_array = np.asarray(raw_part).view(dtype).reshape(shape)
-            source_slices = tuple(
-                slice(start - origin, end - origin)
-                for (start, end), (origin, _) in zip(overlap, part.region, strict=True)
-            )
-            target_slices = tuple(
-                slice(start - origin, end - origin) for (start, end), (origin, _) in zip(overlap, region, strict=True)
-            )
-            region_array[target_slices] = part_array[source_slices]
-    return region_array
+    return dtype is not None and 0 <= position <= array_bytes - element_count(region) * dtype.itemsize

@@ -11,7 +11,8 @@ import pytest
 from fault_injection.mutate import HOST_COPY
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.checkpoint.host_copies import HostCopies, _region, forget_copies
+from jaxscale.checkpoint.array_parts import region_of
+from jaxscale.checkpoint.host_copies import HostCopies, forget_copies
 from jaxscale.checkpoint.verified import Description
 from jaxscale.errors import UserError
 from jaxscale.sharding.mesh import MeshSpec
@@ -132,7 +133,7 @@ def test_parts_of_two_starts_are_not_mixed(tmp_path, monkeypatch):
         copies = _copies(tmp_path, tree)
         monkeypatch.setattr("jaxscale.checkpoint.host_copies.process_index", lambda rank=rank: rank)
         half = [
-            (name, leaf.shape, _region(shard.index, leaf.shape), np.array(shard.data))
+            (name, leaf.shape, region_of(shard.index, leaf.shape), np.array(shard.data))
             for name, leaf in tree.items()
             for shard in leaf.addressable_shards[2 * rank : 2 * rank + 2]
         ]
