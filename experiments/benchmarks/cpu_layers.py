@@ -3,9 +3,9 @@
     python experiments/benchmarks/cpu_layers.py [--tiny] [--images 32] [--calls 11]
 
 Convolutions: those of a ResNet-18's stages on images of 32 x 32, with 3 x 3 kernels, stride 1, in float32, 2.4 GFLOP
-each for 32 images; and gradients of weights that narrow an MLP, and exact GELUs of 2 million values. A figure is the
-median processor time of the calls. The error is the root mean square of the difference from a sum in float64, divided
-by that sum's root mean square, for the first stage.
+each for 32 images, and those of 64 channels on an image of 224 x 224, 3.7 GFLOP; and gradients of weights that narrow
+an MLP, and exact GELUs of 2 million values. A figure is the median processor time of the calls. The error is the root
+mean square of the difference from a sum in float64, divided by that sum's root mean square, for the first stage.
 """
 
 import argparse
@@ -23,8 +23,10 @@ from figures import Figure, show
 from jaxscale.layers.cpu_convolutions import patches, winograd
 from jaxscale.layers.mlp import gelu
 
-STAGES = ((64, 32), (128, 16), (256, 8), (512, 4))
-"""Channels, and rows and columns, of each stage."""
+STAGES = ((64, 32), (128, 16), (256, 8), (512, 4), (64, 224))
+"""Channels, and rows and columns, of each stage of a ResNet-18, and of large images."""
+LARGE_SIZE = 128
+"""Rows and columns above which a batch has one image in place of 32."""
 SAME = ((1, 1), (1, 1))
 NARROWED = ((2048, 1024, 256), (1024, 512, 128), (2048, 2048, 512))
 """Positions, inputs and outputs of the weights whose gradients are computed."""
@@ -128,12 +130,14 @@ def main() -> None:
     images, calls = (1, 1) if arguments.tiny else (arguments.images, arguments.calls)
     figures, errors = [], []
     for channels, size in ((8, 4),) if arguments.tiny else STAGES:
-        wide = arrays(images, channels, size)
+        wide = arrays(max(1, images // 32) if size > LARGE_SIZE else images, channels, size)
         narrow = [jnp.asarray(array, jnp.float32) for array in wide]
         expected = None if errors else exact(*wide)
         for name, function in methods(size).items():
             compiled = jax.jit(function)
-            figures.append(Figure(f"{channels} channels: {name}", milliseconds(compiled, narrow, calls), "ms"))
+            figures.append(
+                Figure(f"{channels} channels, {size} x {size}: {name}", milliseconds(compiled, narrow, calls), "ms")
+            )
             if expected is not None:
                 sums = expected[name.partition(",")[0]]
                 error = np.sqrt(np.mean((np.float64(compiled(*narrow)) - sums) ** 2) / np.mean(sums**2))
