@@ -65,7 +65,7 @@ class TileLimits:
 
 FILTERED = TileLimits(32, 128 * 128)
 """Limits for a convolution and `dx`. Tiles of larger images do not stay in the cache: an image of 224 x 224 with 64
-channels takes 1.6 times as long by tiles as by a convolution."""
+channels takes 1.9 times as long by tiles as by a convolution (`experiments/benchmarks/cpu_layers.py`)."""
 FILTERED_KERNEL = TileLimits(128, MAX_POSITIONS_PER_IMAGE)
 """Limits for `dw`."""
 
