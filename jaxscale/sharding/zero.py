@@ -35,7 +35,10 @@ def split_spec(
     """Return `spec` with one dim split over `axis` too, or unchanged if no dim can be split evenly.
 
     A dim can be split if its size on a device is a multiple of the size of the axis; the largest such dim is split. The
-    stacked "layers" dim is never split, because a scan over layers would have to gather the whole stack.
+    stacked "layers" dim is never split, because a scan over layers would have to gather the whole stack. The fsdp axis
+    takes a dim that no other axis splits, if there is one: of a dim that tensor splits, too, XLA may gather the whole
+    and all-reduce its gradient, beside a data axis, where it could gather over fsdp and reduce-scatter. A table, whose
+    first dim is the vocabulary, keeps whole rows, because it is read by index.
 
     Args:
         shape: shape of the parameter.
@@ -48,13 +51,15 @@ def split_spec(
     if axis_size == 1 or any(axis in axes for axes in axes_of_dims):
         return spec
     local_shape = [dim_size // shard_count(mesh, axes) for dim_size, axes in zip(shape, axes_of_dims, strict=True)]
-    is_stack_dim = [name == "layers" for name in names or ()] or [False] * len(shape)
+    dim_names = tuple(names or (None,) * len(shape))
     candidate_dims = [
-        dim for dim, dim_size in enumerate(local_shape) if dim_size % axis_size == 0 and not is_stack_dim[dim]
+        dim for dim, dim_size in enumerate(local_shape) if dim_size % axis_size == 0 and dim_names[dim] != "layers"
     ]
     if not candidate_dims:
         return spec
-    dim = max(candidate_dims, key=lambda dim: (local_shape[dim], dim))
+    is_table = next((name for name in dim_names if name != "layers"), None) == "vocab"
+    shares_dims = is_table or axis != ZERO_AXIS
+    dim = max(candidate_dims, key=lambda dim: (shares_dims or not axes_of_dims[dim], local_shape[dim], dim))
     return spec_of([*axes_of_dims[:dim], (*axes_of_dims[dim], axis), *axes_of_dims[dim + 1 :]])
 
 

@@ -16,12 +16,16 @@ MESH = MeshSpec(fsdp=4, tensor=2).build()
         ((3, 5), None, P(), P()),  # none divides: whole
         ((), None, P(), P()),
         ((8, 6), ("layers", "norm"), P(), P()),  # the stacked dim is never split
-        ((64, 256), ("embed", "mlp"), P(None, "tensor"), P(None, ("tensor", "fsdp"))),
+        ((64, 256), ("embed", "mlp"), P(None, "tensor"), P("fsdp", "tensor")),  # one that tensor does not split
         ((64, 8), ("embed", "mlp"), P(None, "tensor"), P("fsdp", "tensor")),
+        ((2, 256, 64), ("layers", "mlp", "embed"), P(None, "tensor"), P(None, "tensor", "fsdp")),
+        ((6, 256), ("embed", "mlp"), P(None, "tensor"), P(None, ("tensor", "fsdp"))),  # no other divides
+        ((256, 64), ("vocab", "embed"), P("tensor"), P(("tensor", "fsdp"))),  # a table keeps whole rows
+        ((64, 256), ("embed", "vocab"), P(None, "tensor"), P("fsdp", "tensor")),
         ((64, 4), ("embed", "mlp"), P(None, "fsdp"), P(None, "fsdp")),  # already there
     ],
 )
-def test_split_takes_the_largest_dim_per_device_that_divides(shape, names, whole, expected):
+def test_split_takes_the_largest_dim_per_device_that_divides_and_that_tensor_leaves_whole(shape, names, whole, expected):
     assert split_spec(shape, names, whole, MESH) == expected
 
 
