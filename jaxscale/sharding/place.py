@@ -115,7 +115,8 @@ def _move(
 ) -> Array:
     """Return `x` placed by `target_names`. The gradient of `x` is placed by `source_names`."""
     with reopened_layout(mesh_and_rules):
-        return constrain(x, *target_names)
+        # without the first constraint XLA may move what `x` is computed from: a norm in float32, or the residual stream
+        return constrain(constrain(x, *source_names), *target_names)
 
 
 def _move_back(
