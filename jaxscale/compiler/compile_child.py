@@ -29,6 +29,13 @@ from jaxscale.errors import UserError
 from jaxscale.platforms.platform import Platform
 
 
+_OPTIONS_BY_FAILURE: Mapping[str, Mapping[str, Any]] = {
+    # XLA:GPU fails on products of some fusions, such as a ViT's with a stack of layers, in place of a library's product
+    "Couldn't find output tile sizes": {"xla_gpu_enable_triton_gemm": False},
+}
+"""Options with which a program is compiled again, by a part of the message with which the compiler fails."""
+
+
 def main() -> None:
     """Read a request from the folder that the command line names, and write the reply to the same folder."""
     folder = pathlib.Path(sys.argv[2])
@@ -133,16 +140,15 @@ def _compile(
     lowered: Any, devices: Sequence[Any], fields: dict[str, Any], options: Mapping[str, Any], explain: bool
 ) -> CompileReport:
     """Compile a program and report on it; `fields` are the fields of the report that are already known, by name."""
-    import jax
-
     with tempfile.TemporaryDirectory(prefix="jaxscale-dump-") as dump_folder:
         has_dump = explain or devices[0].platform == "tpu"  # jaxlib cannot print every program of libtpu
         dump_options = {"xla_dump_to": dump_folder, "xla_dump_hlo_as_text": True} if has_dump else {}
         start = time.perf_counter()
-        try:
-            compiled, message = lowered.compile(compiler_options={**options, **dump_options} or None), ""
-        except jax.errors.JaxRuntimeError as error:
-            compiled, message = None, str(error)
+        compiled, message = _compiled_or_message(lowered, {**options, **dump_options})
+        for failure, other_options in _OPTIONS_BY_FAILURE.items():
+            if failure in message and not other_options.keys() & options.keys():
+                fields["added_options"] = dict(other_options)
+                compiled, message = _compiled_or_message(lowered, {**options, **other_options, **dump_options})
         fields["seconds"] = time.perf_counter() - start
         live_buffers = _live_buffers(dump_folder, devices) if explain else None
         text_fields = (
@@ -163,6 +169,16 @@ def _compile(
         **text_fields,
         **live_fields,
     )
+
+
+def _compiled_or_message(lowered: Any, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the compiled program and an empty text, or None and the message with which the compiler fails."""
+    import jax
+
+    try:
+        return lowered.compile(compiler_options=dict(options) or None), ""
+    except jax.errors.JaxRuntimeError as error:
+        return None, str(error)
 
 
 def _fields_from_text(compiled: Any, axis_sizes: Any, dump_folder: str) -> dict[str, Any]:

@@ -167,6 +167,7 @@ class CompileReport:
         timeline: live bytes at a few hundred positions of the schedule at most, the peak included; None without
             `explain`.
         seconds: seconds that the compiler took.
+        added_options: options that were added because the compiler failed without them, by name.
         versions: versions of jax, jaxlib and the compiler, by package.
         attached: whether the program was compiled for an attached device rather than for a described one.
         program_hash: hash of the compiled program, as `program_hash` returns it; "" if there is none.
@@ -194,6 +195,7 @@ class CompileReport:
     live: tuple[LiveTensor, ...] | None = None
     timeline: tuple[LiveBytes, ...] | None = None
     seconds: float = 0.0
+    added_options: Mapping[str, bool] = dataclasses.field(default_factory=dict)
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     attached: bool = False
     program_hash: str = ""
@@ -251,6 +253,7 @@ class CompileReport:
             lines = [f"not compiled for {self.platform}: {self.crashed}"]
         if self.oom is not None:
             lines = [f"does not fit {self.platform}: {self.oom}"]
+        lines += [f"  with {name}={value}: the compiler fails without it" for name, value in self.added_options.items()]
         if self.temp_bytes is not None and self.device_bytes is not None:
             bytes_by_row = {
                 "device": self.device_bytes,

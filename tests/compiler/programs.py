@@ -170,3 +170,23 @@ def too_large(devices):
     """Half a terabyte on one device."""
     mesh = mesh_of(devices[:1], data=1)
     return jax.jit(lambda x: x * 2 + 1).lower(struct(mesh, (2**18, 2**18), jnp.float32))
+
+
+class FailsLikeTriton:
+    """A lowered program whose compiler fails as XLA:GPU does on some products, unless they are a library's."""
+
+    def __init__(self, lowered):
+        self._lowered = lowered
+
+    def __getattr__(self, name):
+        return getattr(self._lowered, name)
+
+    def compile(self, compiler_options):
+        options = dict(compiler_options or {})
+        if options.pop("xla_gpu_enable_triton_gemm", True):
+            raise jax.errors.JaxRuntimeError("INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot.1")
+        return self._lowered.compile(compiler_options=options or None)
+
+
+def fails_like_triton(devices):
+    return FailsLikeTriton(zero(devices))

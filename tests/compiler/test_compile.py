@@ -81,6 +81,18 @@ def test_a_compiler_that_dies_is_a_report(number, says):
     assert says in str(report)
 
 
+def test_products_that_a_compiler_fails_on_are_compiled_in_another_way():
+    recipe = ProgramRecipe(PROGRAMS + "fails_like_triton")
+    report = compile_report(recipe, "cpu x 4")
+    assert report.crashed is None
+    assert report.device_bytes == compile_report(ProgramRecipe(PROGRAMS + "zero"), "cpu x 4").device_bytes
+    assert report.added_options == {"xla_gpu_enable_triton_gemm": False}
+    assert "with xla_gpu_enable_triton_gemm=False: the compiler fails without it" in str(report)
+    # an option that the caller has set stays
+    report = compile_report(recipe, "cpu x 4", options={"xla_gpu_enable_triton_gemm": True})
+    assert "output tile sizes" in str(report.crashed)
+
+
 def test_a_compiler_that_takes_too_long_is_a_report():
     report = compile_report(ProgramRecipe(PROGRAMS + "sleeps"), "cpu", timeout=0.5)
     assert report.crashed == "still running after 0.5 s: pass a longer timeout"

@@ -16,8 +16,7 @@ Collectives of blocks run once for each block. Those of a block's forward pass r
 except the last reduction, whose result nothing reads. The three compilers insert collectives in different ways, and the
 closed forms follow their compiled steps (`wire_plans.py` of the benchmarks compares both):
 
-    XLA:GPU    sums gradients of tables in float32; gathers keys and normed activations in float32, before it converts
-               them, if the backward pass reads them; reduces gradients of other weights once a step under ZeRO 0
+    XLA:GPU    sums gradients of tables in float32; reduces gradients of other weights once a step under ZeRO 0
     XLA:TPU    reduces the gradient of a whole table over all axes under ZeRO 2 and 3, if axes besides fsdp are used
     XLA:CPU    gathers other weights once a step
 
@@ -279,16 +278,9 @@ def _activation_collectives(step: StepTraffic) -> Iterator[Transfer]:
         table_axes = ("fsdp", "tensor") if step.zero == 3 and step.chip_kind == "tpu" else axes
         table_bytes = step.element_bytes * sizes.table_elements * mesh.tensor
         yield Transfer("all-gather", table_axes, table_bytes, step.microbatch_count, "weights", "forward")
-    kept_gather_count, lost_gather_count = (
-        2 * step.run_count * (1 - block_rerun_share),
-        2 * step.run_count * block_rerun_share,
-    )
-    read_bytes = (2 if step.has_wide_gathers else 1) * nbytes
-    yield Transfer("all-gather", axes, read_bytes, kept_gather_count, "activations", "forward")
-    yield Transfer("all-gather", axes, nbytes, lost_gather_count + ends_count, "activations", "forward")
+    yield Transfer("all-gather", axes, nbytes, 2 * step.run_count + ends_count, "activations", "forward")
     yield Transfer("reduce-scatter", axes, nbytes, 2 * step.run_count, "activations", "forward")
-    yield Transfer("all-gather", axes, read_bytes, gather_count, "activations", "backward")
-    yield Transfer("all-gather", axes, nbytes, 2 * step.run_count, "activations", "backward")
+    yield Transfer("all-gather", axes, nbytes, 2 * step.run_count + gather_count, "activations", "backward")
     backward_count = 2 * step.run_count + scatter_count + ends_count
     yield Transfer("reduce-scatter", axes, nbytes, backward_count, "activations", "backward")
 
@@ -296,12 +288,10 @@ def _activation_collectives(step: StepTraffic) -> Iterator[Transfer]:
 def _sequence_collectives(step: StepTraffic) -> Iterator[Transfer]:
     """Yield the collectives of keys and values over the sequence axis."""
     nbytes = step.element_bytes * step.rows * step.sizes.kv_elements * step.mesh.sequence
-    read_bytes = (1.5 if step.has_wide_gathers else 1) * nbytes  # keys are gathered in float32, but values are not
     rerun_share = min(1.0, step.recomputed_share)
     axes = ("sequence",)
-    yield Transfer("all-gather", axes, read_bytes, step.run_count * (1 - rerun_share), "sequence", "forward")
-    yield Transfer("all-gather", axes, nbytes, step.run_count * rerun_share, "sequence", "forward")
-    yield Transfer("all-gather", axes, read_bytes, step.run_count * rerun_share, "sequence", "backward")
+    yield Transfer("all-gather", axes, nbytes, step.run_count, "sequence", "forward")
+    yield Transfer("all-gather", axes, nbytes, step.run_count * rerun_share, "sequence", "backward")
     yield Transfer("reduce-scatter", axes, nbytes, step.run_count, "sequence", "backward")
 
 

@@ -110,11 +110,6 @@ class StepTraffic:
         return (*self.other_axes, "fsdp")
 
     @property
-    def has_wide_gathers(self) -> bool:
-        """Whether activations that the backward pass reads are gathered in float32, before they are converted."""
-        return self.chip_kind == "gpu" and self.element_bytes == 2 and self.plan.pipeline is None
-
-    @property
     def has_whole_tables(self) -> bool:
         """Whether a table is gathered over the tensor axis, because sequence parallelism splits the positions."""
         return self.plan.sequence_parallel and self.sizes.has_split_ends and self.mesh.tensor > 1
