@@ -3,8 +3,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxscale.compiler.collectives import collectives
 from jaxscale.errors import UserError
 from jaxscale.layers.attention_chunked import attend_chunked
 from jaxscale.layers.loss import cross_entropy
@@ -49,6 +51,21 @@ def test_constrain_places_inside_a_layout_and_is_the_identity_outside():
     assert y.sharding.spec == P(("data", "fsdp"), "tensor")
     with pytest.raises(ValueError, match="name each dim"), layout(MESH, AxisRules()):
         constrain(x, "batch")
+
+
+def test_a_move_sends_the_array_itself_and_not_what_it_is_computed_from():
+    """The input has four times the bytes of the result that is moved."""
+    mesh = MeshSpec(tensor=8).build()
+    rules = dataclasses.replace(AxisRules(), seq=("tensor",))
+    names = ("batch", "seq", "embed"), ("batch", "inner_seq", "embed")
+
+    def moved(x):
+        with layout(mesh, rules):
+            return move(jnp.abs(x).astype(jnp.int8), *names)
+
+    x = jax.ShapeDtypeStruct((2, 64, 32), jnp.int32, sharding=NamedSharding(mesh, P(None, "tensor")))
+    text = jax.jit(moved, out_shardings=NamedSharding(mesh, P())).lower(x).compile().as_text()
+    assert [(each.kind, each.bytes) for each in collectives(text, mesh)] == [("all-gather", 2 * 64 * 32)]
 
 
 @pytest.mark.parametrize("called", ["move", "chunked attention", "chunked loss"])

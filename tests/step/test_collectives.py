@@ -77,6 +77,16 @@ def test_the_table_has_every_layout_and_zero_1_is_not_zero_2():
     assert one != two
 
 
+def test_weights_that_tensor_splits_too_are_gathered_and_scattered_over_fsdp_alone():
+    """An MLP's matrices are larger along the dim that tensor splits; XLA gathers a dim that both split over both."""
+    model = Decoder(vocab=64, context=16, layers=3, embed=32, heads=4, mlp=256)
+    experiment = Experiment(name="collectives", model=model, data=None, batch=8)
+    step = build(experiment, Plan(mesh="data:2,fsdp:2,tensor:2", zero=3, sequence_parallel=True))
+    kinds_and_axes = set(in_blocks(step.step_fn, step))
+    assert {"all-gather fsdp", "reduce-scatter fsdp", "all-reduce data"} <= kinds_and_axes
+    assert not {each for each in kinds_and_axes if "fsdp+tensor" in each or "all-to-all" in each}
+
+
 if __name__ == "__main__":
     for options, *_ in rows():
         step = build(EXPERIMENT, plan_of(options))
