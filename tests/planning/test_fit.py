@@ -62,6 +62,14 @@ def test_what_would_help_the_device_need_not_fit_the_host(planned):
     assert not any(one.fits for one in found.changes)
 
 
+def test_an_option_without_which_the_compiler_fails_is_part_of_the_verdict(planned):
+    report = CompileReport(
+        V5E, argument_bytes=8, output_bytes=8, alias_bytes=8, temp_bytes=8, added_options={"xla_gpu_x": False}
+    )
+    found = dataclasses.replace(fit(planned(), V5E), report=report)
+    assert found.verdict.endswith("according to the compiler, which fails without --plan.compiler xla_gpu_x=false")
+
+
 def test_a_kernel_that_the_compiler_refuses_is_no_matter_of_the_limit(planned):
     found = fit(planned(), V5E)
     refused = CompileReport(V5E, oom=OutOfMemory(20 * 2**20, 16 * 2**20, "on-chip", "vmem"))
