@@ -36,9 +36,11 @@ def split_spec(
 
     A dim can be split if its size on a device is a multiple of the size of the axis; the largest such dim is split. The
     stacked "layers" dim is never split, because a scan over layers would have to gather the whole stack. The fsdp axis
-    takes a dim that no other axis splits, if there is one: of a dim that tensor splits, too, XLA may gather the whole
-    and all-reduce its gradient, beside a data axis, where it could gather over fsdp and reduce-scatter. A table, whose
-    first dim is the vocabulary, keeps whole rows, because it is read by index.
+    takes a dim of a matrix that no other axis splits, if there is one: of a dim that tensor splits, too, XLA may gather
+    the whole and all-reduce its gradient, beside a data axis, where it could gather over fsdp and reduce-scatter. A
+    table, whose first dim is the vocabulary, keeps whole rows, because it is read by index; and weights of more dims,
+    such as those of experts, take the largest dim, because XLA:GPU transposes their whole stack to gather a dim that is
+    not the first.
 
     Args:
         shape: shape of the parameter.
@@ -57,8 +59,9 @@ def split_spec(
     ]
     if not candidate_dims:
         return spec
-    is_table = next((name for name in dim_names if name != "layers"), None) == "vocab"
-    shares_dims = is_table or axis != ZERO_AXIS
+    inner_names = [name for name in dim_names if name != "layers"]
+    is_matrix = len(inner_names) == 2 and inner_names[0] != "vocab"
+    shares_dims = not is_matrix or axis != ZERO_AXIS
     dim = max(candidate_dims, key=lambda dim: (shares_dims or not axes_of_dims[dim], local_shape[dim], dim))
     return spec_of([*axes_of_dims[:dim], (*axes_of_dims[dim], axis), *axes_of_dims[dim + 1 :]])
 

@@ -22,6 +22,7 @@ MESH = MeshSpec(fsdp=4, tensor=2).build()
         ((6, 256), ("embed", "mlp"), P(None, "tensor"), P(None, ("tensor", "fsdp"))),  # no other divides
         ((256, 64), ("vocab", "embed"), P("tensor"), P(("tensor", "fsdp"))),  # a table keeps whole rows
         ((64, 256), ("embed", "vocab"), P(None, "tensor"), P("fsdp", "tensor")),
+        ((8, 64, 256), (None, "embed", "mlp"), P(None, None, "tensor"), P(None, None, ("tensor", "fsdp"))),  # experts
         ((64, 4), ("embed", "mlp"), P(None, "fsdp"), P(None, "fsdp")),  # already there
     ],
 )
