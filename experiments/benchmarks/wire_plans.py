@@ -5,9 +5,9 @@
     python experiments/benchmarks/wire_plans.py --tiny      # two plans on virtual CPU devices
     python experiments/benchmarks/wire_plans.py --plan pipe # plans with this word in their text, item by item
 
-Decoders of 4 to 6 blocks, in bfloat16: one with 2,048 words, from whose programs most of the formulas were read, and
-two with 16,384 (tied) and 32,000 words, from which those of tables were. The plans of two further models are held out:
-no formula was changed after they had been compiled. Bytes are those of whole arrays, times executions, by the
+Decoders of 3 to 8 blocks, in bfloat16. The formulas were read from the programs of five of them, with 2,048 to 50,000
+words. The plans of two further models are held out, and drawn by a seed: no formula was changed after they had been
+compiled. Bytes are those of whole arrays, times executions, by the
 collectives' kind and axes; small sums (below 2 % of a step's bytes together) are left out. A plan counts as right if
 the bytes of each kind and axes are within 2 %.
 
@@ -19,6 +19,7 @@ one, and all others to one pass of each kind for each microbatch.
 import argparse
 import collections
 import dataclasses
+import random
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -48,9 +49,14 @@ MODELS: Mapping[str, jx.models.Decoder] = {
         vocab=24000, context=256, layers=6, embed=384, heads=6, mlp=1536, tied=True, positions="learned"
     ),
     "grouped": Decoder(vocab=50000, context=512, layers=4, embed=1024, heads=16, kv_heads=4, mlp=2560),
+    "deep": Decoder(vocab=40960, context=512, layers=8, embed=640, heads=10, kv_heads=2, mlp=1792, tied=True),
+    "broad": Decoder(vocab=12288, context=256, layers=4, embed=768, heads=12, mlp=3072, mlp_kind="gelu_tanh"),
 }
-BATCH = {"narrow": 32, "tied": 32, "wide": 16, "learned": 32, "grouped": 32}
-HELD_OUT = ("learned", "grouped")
+BATCH = {"narrow": 32, "tied": 32, "wide": 16, "learned": 32, "grouped": 32, "deep": 16, "broad": 32}
+HELD_OUT = ("deep", "broad")
+SEEDS = {"deep": 20261201, "broad": 20261202}
+DRAWN_COUNT = 12
+"""Plans drawn for each model that is held out."""
 PLANS: Mapping[str, Mapping[str, Any]] = {  # of the narrow model
     "fsdp:8": {"mesh": "fsdp:8"},
     "fsdp:8, zero 1, 2 microbatches": {"mesh": "fsdp:8", "zero": 1, "microbatches": 2},
@@ -87,7 +93,7 @@ TABLE_PLANS: Mapping[str, Mapping[str, Any]] = {
     "data:8": {"mesh": "data:8"},
     "fsdp:4,sequence:2, zero 3": {"mesh": "fsdp:4,sequence:2", "zero": 3},
 }
-HELD_OUT_PLANS: Mapping[str, Mapping[str, Any]] = {
+LATER_PLANS: Mapping[str, Mapping[str, Any]] = {
     "data:4,fsdp:2, zero 2, 4 microbatches": {"mesh": "data:4,fsdp:2", "zero": 2, "microbatches": 4},
     "fsdp:8, zero 3, full": {"mesh": "fsdp:8", "zero": 3, "memory": "full"},
     "data:2,fsdp:2,tensor:2, zero 3, s. p.": {"mesh": "data:2,fsdp:2,tensor:2", "zero": 3, "sequence_parallel": True},
@@ -99,6 +105,12 @@ HELD_OUT_PLANS: Mapping[str, Mapping[str, Any]] = {
     "fsdp:4,tensor:2, zero 2, 2 microbatches": {"mesh": "fsdp:4,tensor:2", "zero": 2, "microbatches": 2},
     "fsdp:2,sequence:2,tensor:2, zero 3": {"mesh": "fsdp:2,sequence:2,tensor:2", "zero": 3},
 }
+MESHES = (
+    "data:8", "fsdp:8", "data:2,fsdp:4", "data:4,fsdp:2", "data:4,tensor:2", "data:2,tensor:4", "fsdp:4,tensor:2",
+    "data:2,fsdp:2,tensor:2", "fsdp:4,sequence:2", "data:4,sequence:2", "data:2,fsdp:2,sequence:2",
+    "fsdp:2,sequence:2,tensor:2", "replica:2,fsdp:4",
+)  # fmt: skip
+PIPELINED_MESHES = ("data:4", "fsdp:4", "data:2,fsdp:2")
 TINY = ("fsdp:8, zero 2, 2 microbatches", "data:2, pipeline 1f1b:4x8")
 Bytes = dict[tuple[str, str], float]
 """Bytes by the kind and the axes of collectives."""
@@ -110,10 +122,32 @@ def plan_of(fields: Mapping[str, Any], platform: Platform) -> Plan:
     return dataclasses.replace(Plan(precision=precision), **fields)
 
 
+def drawn_plans(seed: int) -> dict[str, dict[str, Any]]:
+    """Draw plans for 8 devices: a mesh, a pipeline of two ranks in one of four, and what the mesh allows; by text."""
+    generator = random.Random(seed)
+    plans: dict[str, dict[str, Any]] = {}
+    while len(plans) < DRAWN_COUNT:
+        has_pipeline = generator.random() < 0.25
+        axes = generator.choice(PIPELINED_MESHES if has_pipeline else MESHES)
+        fields: dict[str, Any] = {"mesh": axes, "memory": generator.choice(("none", "full"))}
+        if "fsdp" in axes:
+            fields["zero"] = generator.choice((1, 2, 3))
+        if has_pipeline:
+            fields["pipeline"] = generator.choice(("1f1b:2x4", "gpipe:2x4", "zb-h1:2x4"))
+        else:
+            fields["microbatches"] = generator.choice((1, 2))
+        if "tensor" in axes and "sequence" not in axes:
+            fields["sequence_parallel"] = generator.choice((False, True))
+        values = [f"{name.replace('_', ' ')} {value}" for name, value in fields.items() if name != "mesh"]
+        plans[", ".join([axes, *values])] = fields
+    return plans
+
+
 def cases() -> list[tuple[str, str, Mapping[str, Any]]]:
     """Return the cases: name of the model, text of the plan, and its fields."""
     plans_by_model = {"narrow": PLANS, "tied": TABLE_PLANS, "wide": TABLE_PLANS}
-    plans_by_model |= dict.fromkeys(HELD_OUT, HELD_OUT_PLANS)
+    plans_by_model |= dict.fromkeys(("learned", "grouped"), LATER_PLANS)
+    plans_by_model |= {model: drawn_plans(seed) for model, seed in SEEDS.items()}
     return [(model, text, fields) for model, plans in plans_by_model.items() for text, fields in plans.items()]
 
 
@@ -189,14 +223,14 @@ def main() -> bool:
     for platform_text in platforms:
         platform = Platform.parse(platform_text)
         errors: dict[bool, list[tuple[float, float]]] = {False: [], True: []}  # by whether held out: largest, of a step
-        print(f"{platform_text}\n{'model':9}{'plan':42}{'modeled':>14}{'compiled':>15}  largest difference")
+        print(f"{platform_text}\n{'model':9}{'plan':76}{'modeled':>14}{'compiled':>15}  largest difference")
         for name, text, fields in rows:
             plan, experiment = plan_of(fields, platform), experiment_of(name)
             model, program = (of(plan, experiment, platform) for of in (modeled, compiled))
             error, place = difference(model, program)
             model_sum, program_sum = sum(model.values()), sum(program.values())
             errors[name in HELD_OUT].append((abs(error), abs(model_sum / program_sum - 1)))
-            print(f"{name:9}{text:42}{model_sum:14,.0f}{program_sum:15,.0f}  {error:+.1%} {place}", flush=True)
+            print(f"{name:9}{text:76}{model_sum:14,.0f}{program_sum:15,.0f}  {error:+.1%} {place}", flush=True)
             if arguments.plan:
                 for key in sorted({*model, *program}):
                     print(f"    {' over '.join(key):47}{model.get(key, 0):14,.0f}{program.get(key, 0):15,.0f}")

@@ -17,8 +17,10 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxscale.compat import jit_options
 from jaxscale.compiler import report_cache
 from jaxscale.compiler.collectives import collectives
+from jaxscale.compiler.described import LoweredFor
 from jaxscale.compiler.hlo_flop import program_flop
 from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.compiler.live import Live, live_at_the_peak
@@ -29,11 +31,11 @@ from jaxscale.errors import UserError
 from jaxscale.platforms.platform import Platform
 
 
-_OPTIONS_BY_FAILURE: Mapping[str, Mapping[str, Any]] = {
-    # XLA:GPU fails on products of some fusions, such as a ViT's with a stack of layers, in place of a library's product
+_OPTIONS_BY_FAILURE: Mapping[str, Mapping[str, bool]] = {
     "Couldn't find output tile sizes": {"xla_gpu_enable_triton_gemm": False},
 }
-"""Options with which a program is compiled again, by a part of the message with which the compiler fails."""
+"""Options with which a program is compiled again, by a part of the message with which the compiler fails. XLA:GPU finds
+no tiles for some products that it compiles itself, such as those of a ViT; with the option, a library computes them."""
 
 
 def main() -> None:
@@ -145,10 +147,12 @@ def _compile(
         dump_options = {"xla_dump_to": dump_folder, "xla_dump_hlo_as_text": True} if has_dump else {}
         start = time.perf_counter()
         compiled, message = _compiled_or_message(lowered, {**options, **dump_options})
+        set_options = {**jit_options(lowered.lowered if isinstance(lowered, LoweredFor) else lowered), **options}
         for failure, other_options in _OPTIONS_BY_FAILURE.items():
-            if failure in message and not other_options.keys() & options.keys():
-                fields["added_options"] = dict(other_options)
-                compiled, message = _compiled_or_message(lowered, {**options, **other_options, **dump_options})
+            if failure in message and not other_options.keys() & set_options.keys():
+                recompiled, other_message = _compiled_or_message(lowered, {**options, **other_options, **dump_options})
+                if recompiled is not None or out_of_memory(other_message) is not None:
+                    compiled, message, fields["added_options"] = recompiled, other_message, dict(other_options)
         fields["seconds"] = time.perf_counter() - start
         live_buffers = _live_buffers(dump_folder, devices) if explain else None
         text_fields = (

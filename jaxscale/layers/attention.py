@@ -154,8 +154,11 @@ class Attention(nnx.Module):
             if context.attention not in ("plain", "chunked"):
                 # kernels do not support a cache, but a plan that selects one must still be able to sample
                 attend_settings["implementation"] = "auto"
-        # if the sequence is sharded, this is one gather of keys and values, and one scatter of their gradients
-        k, v = (move(array, _PROJECTED_KEY_AXES, _KEY_AXES) for array in (k, v))
+        if cache is None:
+            # if the sequence is sharded, this is one gather of keys and values, and one scatter of their gradients
+            k, v = (move(array, _PROJECTED_KEY_AXES, _KEY_AXES) for array in (k, v))
+        else:
+            k, v = (constrain(array, *_KEY_AXES) for array in (k, v))  # those of the cache are whole already
         head_outputs = constrain(attend(q, k, v, **attend_settings), "batch", "inner_seq", "heads", "head_dim")
         y = self.out(head_outputs.reshape(batch_size, length, self.heads * self.head_dim), context)
         y = constrain(y, "batch", "seq", "embed")

@@ -146,9 +146,9 @@ class Fit:
             evidence += f", {' and '.join(self.estimate.compiled_piece_names)} compiled"
         if self.report is not None and self.report.crashed is not None:
             return f"unknown: {self.report.crashed}"
-        if self.report is not None and self.report.added_options:
-            options_text = ",".join(f"{name}={value}" for name, value in self.report.added_options.items()).lower()
-            evidence += f", which fails without --plan.compiler {options_text}"
+        if self.report is not None and self.report.added_options and self.is_compiled:
+            options = self.estimate.plan.compiler.with_single(self.report.added_options)
+            evidence += f" with --plan.compiler {options}, without which it fails"
         if self.report is not None and self.report.oom is not None and self.report.oom.memory == "on-chip":
             return f"does not fit: {self.report.oom}, according to the compiler"
         if self.limit is None:

@@ -155,6 +155,16 @@ OPTION=VALUE such as xla_gpu_enable_triton_gemm=false; did you mean 'overlap'?
     def __str__(self) -> str:
         return ",".join([*self.sets, *(f"{name}={value}" for name, value in self.named)]) or "default"
 
+    def with_single(self, options: Mapping[str, OptionValue]) -> "CompilerOptions":
+        """Return these options and single ones, by name.
+
+        Example:
+            >>> str(CompilerOptions.parse("overlap").with_single({"xla_gpu_enable_triton_gemm": False}))
+            'overlap,xla_gpu_enable_triton_gemm=false'
+        """
+        texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
+        return dataclasses.replace(self, named=tuple({**dict(self.named), **texts}.items()))
+
     def of(self, chip: Chip) -> dict[str, OptionValue]:
         """Return the value of each option for a chip, by option name.
 

@@ -98,7 +98,7 @@ def move(x: Array, source_names: tuple[str | None, ...], target_names: tuple[str
 
     Args:
         x: an activation.
-        source_names: the logical axis of each dim of `x`.
+        source_names: the logical axis of each dim of `x`, as it is placed; `x` is moved there first if it is not.
         target_names: the logical axis of each dim of the result.
     """
     mesh_and_rules = _layout.get()

@@ -35,12 +35,12 @@ def split_spec(
     """Return `spec` with one dim split over `axis` too, or unchanged if no dim can be split evenly.
 
     A dim can be split if its size on a device is a multiple of the size of the axis; the largest such dim is split. The
-    stacked "layers" dim is never split, because a scan over layers would have to gather the whole stack. The fsdp axis
-    takes a dim of a matrix that no other axis splits, if there is one: of a dim that tensor splits, too, XLA may gather
-    the whole and all-reduce its gradient, beside a data axis, where it could gather over fsdp and reduce-scatter. A
-    table, whose first dim is the vocabulary, keeps whole rows, because it is read by index; and weights of more dims,
-    such as those of experts, take the largest dim, because XLA:GPU transposes their whole stack to gather a dim that is
-    not the first.
+    stacked "layers" dim is never split, because a scan over layers would have to gather the whole stack.
+
+    The fsdp axis prefers a dim of a matrix that no other axis splits. Beside a data axis, XLA gathers a dim that fsdp
+    and tensor both split over both of them, and all-reduces its gradient. Two kinds of weights take the largest dim
+    all the same: tables, whose first dim is the vocabulary, because XLA would send whole batches of activations; and
+    those of more than two dims, such as experts, because XLA:GPU would transpose their whole stack.
 
     Args:
         shape: shape of the parameter.
@@ -61,8 +61,8 @@ def split_spec(
         return spec
     inner_names = [name for name in dim_names if name != "layers"]
     is_matrix = len(inner_names) == 2 and inner_names[0] != "vocab"
-    shares_dims = not is_matrix or axis != ZERO_AXIS
-    dim = max(candidate_dims, key=lambda dim: (shares_dims or not axes_of_dims[dim], local_shape[dim], dim))
+    prefers_unsplit = is_matrix and axis == ZERO_AXIS
+    dim = max(candidate_dims, key=lambda dim: (prefers_unsplit and not axes_of_dims[dim], local_shape[dim], dim))
     return spec_of([*axes_of_dims[:dim], (*axes_of_dims[dim], axis), *axes_of_dims[dim + 1 :]])
 
 

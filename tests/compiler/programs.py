@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -175,8 +176,9 @@ def too_large(devices):
 class FailsLikeTriton:
     """A lowered program whose compiler fails as XLA:GPU does on some products, unless they are a library's."""
 
-    def __init__(self, lowered):
+    def __init__(self, lowered, options):
         self._lowered = lowered
+        self._lowering = types.SimpleNamespace(_compiler_options_kvs=tuple(options.items()))
 
     def __getattr__(self, name):
         return getattr(self._lowered, name)
@@ -188,5 +190,5 @@ class FailsLikeTriton:
         return self._lowered.compile(compiler_options=options or None)
 
 
-def fails_like_triton(devices):
-    return FailsLikeTriton(zero(devices))
+def fails_like_triton(devices, has_option=False):
+    return FailsLikeTriton(zero(devices), {"xla_gpu_enable_triton_gemm": True} if has_option else {})

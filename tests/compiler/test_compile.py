@@ -88,9 +88,14 @@ def test_products_that_a_compiler_fails_on_are_compiled_in_another_way():
     assert report.device_bytes == compile_report(ProgramRecipe(PROGRAMS + "zero"), "cpu x 4").device_bytes
     assert report.added_options == {"xla_gpu_enable_triton_gemm": False}
     assert "with xla_gpu_enable_triton_gemm=False: the compiler fails without it" in str(report)
-    # an option that the caller has set stays
-    report = compile_report(recipe, "cpu x 4", options={"xla_gpu_enable_triton_gemm": True})
-    assert "output tile sizes" in str(report.crashed)
+    # an option that the caller or the program has set stays
+    for other, options in (
+        (recipe, {"xla_gpu_enable_triton_gemm": True}),
+        (ProgramRecipe(PROGRAMS + "fails_like_triton", (True,)), None),
+    ):
+        report = compile_report(other, "cpu x 4", options=options)
+        assert "output tile sizes" in str(report.crashed)
+        assert not report.added_options
 
 
 def test_a_compiler_that_takes_too_long_is_a_report():

@@ -193,3 +193,18 @@ def test_a_stack_carries_its_layers_caches(cycle):
 def test_refused(make, message):
     with pytest.raises(UserError, match=message):
         make()
+
+
+def test_a_cache_that_every_device_holds_is_not_sent_over_a_sequence_axis():
+    mesh, whole = MeshSpec(sequence=8).build(), PartitionSpec()
+    layer = Attention(64, 8, 8, 8, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(layer)
+
+    def advance(state, x, cache):
+        with layout(mesh, AxisRules()):
+            return nnx.merge(graph, state)(x, cache=cache)
+
+    sharding = NamedSharding(mesh, whole)
+    advance = jax.jit(advance, in_shardings=sharding, out_shardings=sharding)
+    text = advance.lower(state, jnp.ones((2, 1, 64)), KVCache.empty(2, 64, 8, 8, jnp.float32)).compile().as_text()
+    assert collectives(text, mesh) == []

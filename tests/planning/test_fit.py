@@ -67,7 +67,9 @@ def test_an_option_without_which_the_compiler_fails_is_part_of_the_verdict(plann
         V5E, argument_bytes=8, output_bytes=8, alias_bytes=8, temp_bytes=8, added_options={"xla_gpu_x": False}
     )
     found = dataclasses.replace(fit(planned(), V5E), report=report)
-    assert found.verdict.endswith("according to the compiler, which fails without --plan.compiler xla_gpu_x=false")
+    assert found.verdict.endswith(
+        "according to the compiler with --plan.compiler xla_gpu_x=false, without which it fails"
+    )
 
 
 def test_a_kernel_that_the_compiler_refuses_is_no_matter_of_the_limit(planned):

@@ -26,7 +26,9 @@ MESH = MeshSpec(fsdp=4, tensor=2).build()
         ((64, 4), ("embed", "mlp"), P(None, "fsdp"), P(None, "fsdp")),  # already there
     ],
 )
-def test_split_takes_the_largest_dim_per_device_that_divides_and_that_tensor_leaves_whole(shape, names, whole, expected):
+def test_split_takes_the_largest_dim_per_device_that_divides_and_that_tensor_leaves_whole(
+    shape, names, whole, expected
+):
     assert split_spec(shape, names, whole, MESH) == expected
 
 

@@ -23,13 +23,8 @@ def pipelined_weight_gathers(step: StepTraffic) -> Iterator[Transfer]:
     """Yield the gathers of weights in a pipelined step."""
     sizes, element_bytes = step.sizes, step.element_bytes
     shared_bytes = element_bytes * sizes.other_weights
-    if step.zero and step.chip_kind == "tpu":
-        yield Transfer("all-gather", ("pipe", "fsdp"), shared_bytes, 1, "weights", "update")
-    else:
-        fsdp_size = step.mesh.fsdp if step.zero else 1
-        yield Transfer("all-gather", ("pipe",), shared_bytes / fsdp_size, 1, "weights", "update")
-        if step.zero:
-            yield Transfer("all-gather", ("fsdp",), shared_bytes, 1, "weights", "update")
+    axes = ("pipe", "fsdp") if step.zero else ("pipe",)
+    yield Transfer("all-gather", axes, shared_bytes, 1, "weights", "update")
     if step.zero == 3:
         layer_bytes = element_bytes * step.layer_elements
         yield Transfer("all-gather", ("fsdp",), layer_bytes, step.run_count, "weights", "forward")
@@ -54,8 +49,8 @@ def pipelined_gradient_reductions(step: StepTraffic) -> Iterator[Transfer]:
             yield Transfer("reduce-scatter", ("fsdp",), layer_bytes, step.run_count, "gradients", "backward")
         else:
             yield Transfer("reduce-scatter", ("fsdp",), block_bytes, 1, "gradients", "update")
-        yield Transfer("reduce-scatter", ("fsdp",), shared_bytes, 1, "gradients", "update")
-        yield Transfer("reduce-scatter", ("pipe",), shared_bytes / mesh.fsdp, 1, "gradients", "update")
+        yield Transfer("reduce-scatter", ("pipe",), shared_bytes, 1, "gradients", "update")
+        yield Transfer("reduce-scatter", ("fsdp",), shared_bytes / mesh.pipe, 1, "gradients", "update")
         nbytes = (block_bytes + shared_bytes / mesh.pipe) / mesh.fsdp
         yield Transfer("all-reduce", other_axes, nbytes, 1, "gradients", "update")
     else:

@@ -101,15 +101,12 @@ def _weight_gathers(step: StepTraffic) -> Iterator[Transfer]:
         gather_count = 1 if step.chip_kind == "cpu" else step.microbatch_count
         is_read_apart = step.has_sparse_lookups and not sizes.is_tied
         is_gathered_apart = step.has_whole_tables and step.chip_kind == "tpu"  # over both axes at once
-        table_elements = sizes.table_elements if is_read_apart or is_gathered_apart else 0
-        yield Transfer(
-            "all-gather",
-            ("fsdp",),
-            element_bytes * (sizes.other_weights - table_elements),
-            gather_count,
-            "weights",
-            "forward",
-        )
+        other_elements = sizes.other_weights - (sizes.table_elements if is_read_apart or is_gathered_apart else 0)
+        if step.has_head_over_both:
+            head_bytes = element_bytes * step.mesh.tensor * step.head_elements
+            yield Transfer("all-gather", ("fsdp", "tensor"), head_bytes, gather_count, "weights", "forward")
+            other_elements = max(0.0, other_elements - step.head_elements)
+        yield Transfer("all-gather", ("fsdp",), element_bytes * other_elements, gather_count, "weights", "forward")
         layer_bytes = element_bytes * step.layer_elements
         yield Transfer("all-gather", ("fsdp",), layer_bytes, step.run_count, "weights", "forward")
         yield Transfer("all-gather", ("fsdp",), layer_bytes, step.run_count, "weights", "backward")
@@ -124,18 +121,19 @@ def _lookup_exchanges(step: StepTraffic) -> Iterator[Transfer]:
         return
     lookup_elements, microbatch_count = step.lookup_elements, step.microbatch_count
     axes = ("fsdp", "tensor") if step.has_whole_tables else ("fsdp",)
+    lookup_bytes = step.element_bytes * lookup_elements
     if step.zero == 3:
-        yield Transfer(
-            "reduce-scatter", axes, step.element_bytes * lookup_elements, microbatch_count, "activations", "forward"
-        )
+        kind, sum_axes = ("all-reduce", ("fsdp", "tensor")) if step.sums_lookups_over_both else ("reduce-scatter", axes)
+        yield Transfer(kind, sum_axes, lookup_bytes, microbatch_count, "activations", "forward")
     if step.chip_kind == "tpu":
         yield Transfer("all-gather", axes, 4 * lookup_elements, microbatch_count, "activations", "backward")
         return
-    yield Transfer(
-        "all-gather", ("fsdp",), step.element_bytes * lookup_elements, microbatch_count, "activations", "backward"
-    )
+    if step.has_head_over_both:
+        yield Transfer("all-gather", axes, lookup_bytes, microbatch_count, "activations", "backward")
+        return
+    yield Transfer("all-gather", ("fsdp",), lookup_bytes, microbatch_count, "activations", "backward")
     if step.has_whole_tables:
-        shard_bytes = step.element_bytes * lookup_elements / step.mesh.fsdp
+        shard_bytes = lookup_bytes / step.mesh.fsdp
         yield Transfer("all-gather", ("tensor",), shard_bytes, microbatch_count, "activations", "backward")
 
 
@@ -159,10 +157,19 @@ def _other_gradient_reductions(step: StepTraffic, element_count: float) -> Itera
     # GPU and TPU compilers move the all-reduce of a sum over microbatches behind the loop; on TPU, it is in float32
     reductions_per_step = microbatch_count if step.chip_kind == "cpu" else 1
     late_bytes = 4 * element_count if step.chip_kind == "tpu" and microbatch_count > 1 else nbytes
+    if step.has_head_over_both:
+        head_bytes = step.gradient_element_bytes * step.head_elements
+        yield Transfer("all-reduce", step.batch_axes, head_bytes, microbatch_count, "gradients", "backward")
+        return
     if step.zero >= 2:
         yield Transfer("reduce-scatter", ("fsdp",), nbytes, microbatch_count, "gradients", "backward")
-        late_bytes /= step.mesh.fsdp
-        yield Transfer("all-reduce", other_axes, late_bytes, reductions_per_step, "gradients", "backward")
+        # a tied head's gradient is added to that of the look-ups in each microbatch, after both were reduced
+        early_share = step.sizes.table_elements / element_count if step.sizes.is_tied and element_count else 0.0
+        for share, shard_bytes, count in (
+            (early_share, nbytes / step.mesh.fsdp, microbatch_count),
+            (1 - early_share, late_bytes / step.mesh.fsdp, reductions_per_step),
+        ):
+            yield Transfer("all-reduce", other_axes, share * shard_bytes, count, "gradients", "backward")
     elif step.zero == 1:
         is_reduced_whole = bool(other_axes) or (step.sizes.is_tied and step.chip_kind == "gpu")
         kind = "all-reduce" if is_reduced_whole else "reduce-scatter"  # an update reads a shard
@@ -182,9 +189,11 @@ def _table_gradient_reductions(step: StepTraffic) -> Iterator[Transfer]:
         else step.gradient_element_bytes
     )
     if step.has_sparse_lookups and step.zero >= 2:  # the gradients of the rows that were read are gathered
-        reduced_element_bytes = 4 if step.chip_kind == "gpu" else step.gradient_element_bytes
-        shard_bytes = reduced_element_bytes * table_elements / step.mesh.fsdp
-        yield Transfer("all-reduce", other_axes, shard_bytes, reductions_per_step, "gradients", "backward")
+        is_late = microbatch_count > 1 and not step.sizes.is_tied
+        is_wide = step.chip_kind == "gpu" or (step.chip_kind == "tpu" and is_late)
+        shard_bytes = (4 if is_wide else step.gradient_element_bytes) * table_elements / step.mesh.fsdp
+        count = microbatch_count if step.sizes.is_tied else reductions_per_step
+        yield Transfer("all-reduce", other_axes, shard_bytes, count, "gradients", "backward")
         return
     if step.has_whole_tables:
         nbytes = (4 if step.chip_kind == "gpu" else step.gradient_element_bytes) * table_elements * tensor_size
@@ -270,14 +279,20 @@ def _activation_collectives(step: StepTraffic) -> Iterator[Transfer]:
     gather_count = 2 * step.run_count * (stage_rerun_share + block_rerun_share)
     ends_count = step.microbatch_count if sizes.has_split_ends else 0
     if not plan.sequence_parallel:
-        yield Transfer("all-reduce", axes, nbytes, 2 * step.run_count + ends_count, "activations", "forward")
+        lookup_count = 0 if step.sums_lookups_over_both else ends_count
+        yield Transfer("all-reduce", axes, nbytes, 2 * step.run_count + lookup_count, "activations", "forward")
         backward_count = 2 * step.run_count + scatter_count + ends_count
         yield Transfer("all-reduce", axes, nbytes, backward_count, "activations", "backward")
         return
-    if step.has_whole_tables and plan.pipeline is None and (sizes.is_tied or not step.has_sparse_lookups):
-        table_axes = ("fsdp", "tensor") if step.zero == 3 and step.chip_kind == "tpu" else axes
-        table_bytes = step.element_bytes * sizes.table_elements * mesh.tensor
-        yield Transfer("all-gather", table_axes, table_bytes, step.microbatch_count, "weights", "forward")
+    if step.has_whole_tables and plan.pipeline is None and not step.has_head_over_both:
+        is_tied_on_tpu = sizes.is_tied and step.chip_kind == "tpu"
+        if is_tied_on_tpu or not step.has_sparse_lookups:
+            table_axes = ("fsdp", "tensor") if step.zero == 3 and step.chip_kind == "tpu" else axes
+            table_bytes = step.element_bytes * sizes.table_elements * mesh.tensor
+            yield Transfer("all-gather", table_axes, table_bytes, step.microbatch_count, "weights", "forward")
+    elif plan.pipeline is None and not step.zero:  # rows that were looked up, and the gradients of these rows
+        yield Transfer("reduce-scatter", axes, nbytes, ends_count, "activations", "forward")
+        yield Transfer("all-gather", axes, nbytes, ends_count, "activations", "backward")
     yield Transfer("all-gather", axes, nbytes, 2 * step.run_count + ends_count, "activations", "forward")
     yield Transfer("reduce-scatter", axes, nbytes, 2 * step.run_count, "activations", "forward")
     yield Transfer("all-gather", axes, nbytes, 2 * step.run_count + gather_count, "activations", "backward")

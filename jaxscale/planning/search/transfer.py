@@ -111,8 +111,23 @@ class StepTraffic:
 
     @property
     def has_whole_tables(self) -> bool:
-        """Whether a table is gathered over the tensor axis, because sequence parallelism splits the positions."""
-        return self.plan.sequence_parallel and self.sizes.has_split_ends and self.mesh.tensor > 1
+        """Whether a table is gathered over the tensor axis, because sequence parallelism splits the positions.
+
+        Without ZeRO, devices exchange the rows that they read if the table is larger.
+        """
+        is_read_whole = self.zero > 0 or self.sizes.table_elements * self.mesh.tensor <= self.lookup_elements
+        return self.plan.sequence_parallel and self.sizes.has_split_ends and self.mesh.tensor > 1 and is_read_whole
+
+    @property
+    def has_head_over_both(self) -> bool:
+        """Whether the head, whose rows fsdp and tensor split, is gathered over both axes at once."""
+        has_both = self.zero == 3 and self.mesh.tensor > 1 and self.sizes.has_split_ends
+        return has_both and bool(self.other_axes) and self.plan.pipeline is None
+
+    @property
+    def head_elements(self) -> float:
+        """Number of elements of a head on a device, tied or not."""
+        return self.sizes.table_elements if self.sizes.is_tied else self.sizes.other_weights - self.sizes.table_elements
 
     @property
     def lookup_elements(self) -> float:
@@ -124,6 +139,12 @@ class StepTraffic:
         """Whether devices exchange only the rows that they read from sharded tables, because the tables are larger."""
         table_elements = self.sizes.table_elements * (self.mesh.tensor if self.has_whole_tables else 1)
         return self.zero > 0 and self.plan.pipeline is None and table_elements > self.lookup_elements
+
+    @property
+    def sums_lookups_over_both(self) -> bool:
+        """Whether rows that are looked up in a table are summed over fsdp and tensor at once, which both split them."""
+        is_split_by_both = self.zero == 3 and self.mesh.tensor > 1 and self.sizes.has_split_ends
+        return is_split_by_both and self.has_sparse_lookups and not self.plan.sequence_parallel
 
     @property
     def layer_elements(self) -> float:

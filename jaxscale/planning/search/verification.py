@@ -104,6 +104,9 @@ class Verification:
     def _compiled_plan(self, judged_plan: JudgedPlan) -> JudgedPlan:
         """Compile a plan's step, and return the plan with the compiler's report, seconds and verdict."""
         report = compile_report(step_recipe(self.experiment, judged_plan.plan, self.make), self.platform)
+        if report.added_options:  # the compiler refuses the step without them
+            options = judged_plan.plan.compiler.with_single(report.added_options)
+            judged_plan = dataclasses.replace(judged_plan, plan=dataclasses.replace(judged_plan.plan, compiler=options))
         has_failed = report.oom is not None or report.crashed is not None
         device_bytes = judged_plan.estimate.device_bytes if report.device_bytes is None else report.device_bytes
         fits = not has_failed and (self.limit is None or device_bytes <= self.limit)

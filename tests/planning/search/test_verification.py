@@ -40,6 +40,17 @@ def test_plans_are_compiled_until_one_fits(monkeypatch):
     assert str(choice).count("takes 824 MiB too much") == 2
 
 
+def test_a_plan_gets_the_options_without_which_the_compiler_fails(monkeypatch):
+    def compile_report(recipe, platform):
+        fields = {"argument_bytes": 2**20, "output_bytes": 0, "alias_bytes": 0, "temp_bytes": 0}
+        return CompileReport(str(platform), added_options={"xla_gpu_enable_triton_gemm": False}, **fields)
+
+    monkeypatch.setattr(verification, "compile_report", compile_report)
+    choice = choose_plan(experiment(), "gpu h100 x 4", forbidden=("pipeline", "offload", "tensor"), verify=1)
+    assert str(choice.plan.compiler) == "xla_gpu_enable_triton_gemm=false"
+    assert "--plan.compiler xla_gpu_enable_triton_gemm=false" in flags_of(choice.plan)
+
+
 def test_compiled_plans_are_ordered_by_the_compiler_s_clock(monkeypatch):
     """Of plans that are modeled as near each other, the fastest by its program wins."""
     compiled = []
