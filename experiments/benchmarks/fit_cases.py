@@ -39,8 +39,8 @@ fresh GPU: steps on GPUs with another seed, of the models of the designs "sized"
     rule for stacks of gradients there.
 fresh TPU: the same on TPUs, compiled after a rule for probabilities on v4 and v5p.
 
-Steps on which XLA:GPU fails with its own matrix products were compiled with a library's, which pad their operands. Their
-errors are printed apart, and count neither for a design nor for a margin.
+Steps on which XLA:GPU fails with its own matrix products were compiled with a library's, which pad their operands.
+Their errors are printed apart, and count neither for a design nor for a margin.
 
 If a rule is read off a case of a held-out design after all, its row holds the error of before (`error_before`), and
 that error counts, and so does today's for the margins that `fit` states. `fit` prints the figures of `UNSEEN`.

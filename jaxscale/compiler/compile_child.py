@@ -30,7 +30,6 @@ from jaxscale.compiler.target import Target
 from jaxscale.errors import UserError
 from jaxscale.platforms.platform import Platform
 
-
 _OPTIONS_BY_FAILURE: Mapping[str, Mapping[str, bool]] = {
     "Couldn't find output tile sizes": {"xla_gpu_enable_triton_gemm": False},
 }
