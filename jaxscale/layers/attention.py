@@ -155,8 +155,8 @@ class Attention(nnx.Module):
                 # kernels do not support a cache, but a plan that selects one must still be able to sample
                 attend_settings["implementation"] = "auto"
         if cache is None:
-            # if the sequence is sharded, this is one gather of keys and values, and one scatter of their gradients, with
-            # the heads in one dim, because a TPU would pad gathered heads of 64 to 128
+            # if the sequence is sharded, this is one gather of keys and values, and one scatter of their gradients;
+            # the heads are in one dim, because a TPU would pad gathered heads of 64 to 128
             k, v = (
                 move(array.reshape(batch_size, length, -1), _PROJECTED_KEY_AXES[:3], _KEY_AXES[:3]).reshape(array.shape)
                 for array in (k, v)
