@@ -50,14 +50,14 @@ def _overlap(one: Region, other: Region) -> Region:
     return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
-def fits(part: StoredPart, leaf: Any) -> bool:
+def belongs_to(part: StoredPart, leaf: Any) -> bool:
     """Return whether a part belongs to an array with the shape and dtype of `leaf`."""
     return (part.shape, part.dtype) == (leaf.shape, str(leaf.dtype))
 
 
 def is_covered(leaf: Any, parts: Sequence[StoredPart]) -> bool:
     """Return whether the parts cover every region of an array that this process's devices hold."""
-    regions = {part.region for part in parts if fits(part, leaf)}
+    regions = {part.region for part in parts if belongs_to(part, leaf)}
     return all(
         _is_region_covered(region_of(index, leaf.shape), regions)
         for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()

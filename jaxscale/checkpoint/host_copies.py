@@ -27,8 +27,8 @@ from jaxscale.checkpoint.array_parts import (
     Region,
     StoredPart,
     assemble,
+    belongs_to,
     element_count,
-    fits,
     is_covered,
     region_of,
 )
@@ -266,7 +266,7 @@ class HostCopies:
         if newest_key is None:
             return None
         parts = {
-            name: [part for part in copies[newest_key].parts[name] if fits(part, leaf)]
+            name: [part for part in copies[newest_key].parts[name] if belongs_to(part, leaf)]
             for name, leaf in abstract_leaves.items()
         }
 
