@@ -196,6 +196,33 @@ ASYNCHRONOUS_FACTORS = PIPELINED_FACTORS | {
 }  # fmt: skip
 """The values of each factor of the design "asynchronous"; these models have no weight that several stages read."""
 
+OUTSIDE_FACTORS = SIZED_FACTORS | {
+    "model": (
+        "llama_8b", "phi_3b", "qwen_4b", "smol_360m", "windows_1b", "vit_base_384", "resnet101", "plain_deep",
+        "experts_few",
+    ),
+    "platform": (
+        "tpu v4:2x2x4", "tpu v5e:8x8", "tpu v5p:4x4x4", "tpu v6e:8x8", "tpu 7x:2x4x4", "gpu a100-40 x 16",
+        "gpu h100 x 32", "gpu h200 x 16", "gpu b200 x 16",
+    ),
+    "mesh": (
+        "fsdp", "data:2,fsdp", "fsdp,tensor:4", "fsdp,sequence:4", "data:2,fsdp,tensor:2", "fsdp,sequence:2,tensor:2",
+    ),
+    "microbatches": ("1", "4"),
+    "memory": ("none", "full", "dots", "save:4GiB"),
+}  # fmt: skip
+"""The values of each factor of the design "outside": new models, machines, and meshes with tensor or sequence axes."""
+
+OUTSIDE_PIPELINED_FACTORS = PIPELINED_FACTORS | {
+    "model": ("llama_8b", "phi_3b", "qwen_4b", "smol_360m", "vit_base_384", "experts_few"),
+    "platform": OUTSIDE_FACTORS["platform"],
+    "pipeline": (
+        "1f1b:4x16", "gpipe:4x8", "interleaved:4x8,v=2", "zb-h1:4x8", "zb-v:4x8", "dualpipe-v:2x8", "chimera:2x4",
+    ),
+    "mesh": ("fsdp", "data", "fsdp,tensor:4"),
+}  # fmt: skip
+"""The values of each factor of the design "outside pipelined"."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -300,11 +327,13 @@ DESIGNS = {
     "fresh other models": Design(OTHER_FACTORS, 2045, 18),
     "fresh GPU": Design(FRESH_GPU_FACTORS, 2046, 16),
     "fresh TPU": Design(FRESH_TPU_FACTORS, 2047, 12),
+    "outside": Design(OUTSIDE_FACTORS, 2048, 24),
+    "outside pipelined": Design(OUTSIDE_PIPELINED_FACTORS, 2049, 12),
 }
 UNSEEN = (
     "unseen", "unseen usual", "unseen 7x", "unseen pipelined", "unseen pipelined TPU", "float32 pipelined",
     "other models", "other models pipelined", "asynchronous", "more other models",
-    "newest other models", "fresh other models", "fresh GPU", "fresh TPU",
+    "newest other models", "fresh other models", "fresh GPU", "fresh TPU", "outside", "outside pipelined",
 )  # fmt: skip
 """The designs on whose cases nothing had been fitted when they were compiled. `fit` prints their errors by the kind of
 step (`accuracy.StepKind`) and of platform."""

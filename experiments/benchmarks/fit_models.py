@@ -358,6 +358,69 @@ def experts_many() -> Experiment:
     return _text("experts_many", model, 64)
 
 
+def llama_8b() -> Experiment:
+    """A Llama of 32 layers, 4,096 wide, a context of 8,192, a head of its own."""
+    model = Decoder(vocab=128_256, context=8192, layers=32, embed=4096, heads=32, kv_heads=8, mlp=14_336)
+    return _text("llama_8b", model, 8)
+
+
+def phi_3b() -> Experiment:
+    """A decoder of 32 layers, 2,560 wide, heads of 80 lanes, LayerNorm and biases, a head of its own."""
+    model = Decoder(
+        vocab=51_200, context=2048, layers=32, embed=2560, heads=32, kv_heads=32, mlp=10_240, norm="layer",
+        mlp_kind="gelu", attention_bias=True, mlp_bias=True,
+    )  # fmt: skip
+    return _text("phi_3b", model, 16)
+
+
+def qwen_4b() -> Experiment:
+    """A decoder of 36 layers, 2,560 wide, normed queries and keys, heads that are wider together than the model."""
+    model = Decoder(
+        vocab=151_936, context=4096, layers=36, embed=2560, heads=32, kv_heads=8, head_dim=128, mlp=9728,
+        qk_norm=True, tied=True,
+    )  # fmt: skip
+    return _text("qwen_4b", model, 8)
+
+
+def smol_360m() -> Experiment:
+    """A decoder of 32 layers, 960 wide, 15 heads and 5 key heads of 64 lanes."""
+    model = Decoder(vocab=49_152, context=2048, layers=32, embed=960, heads=15, kv_heads=5, mlp=2560, tied=True)
+    return _text("smol_360m", model, 32)
+
+
+def windows_1b() -> Experiment:
+    """A decoder of 26 layers, 1,152 wide, one key head of 256 lanes, windows in five of six layers."""
+    model = Decoder(
+        vocab=262_144, context=4096, layers=26, embed=1152, heads=4, kv_heads=1, head_dim=256, mlp=6912,
+        mlp_kind="geglu", norm_plus_one=True, post_norms=True, qk_norm=True, tied=True, embedding_scale=True,
+        windows=(512, 512, 512, 512, 512, None),
+    )  # fmt: skip
+    return _text("windows_1b", model, 16)
+
+
+def vit_base_384() -> Experiment:
+    """A vision transformer of 12 layers, 768 wide, on 384 pixels."""
+    model = ViT(classes=1000, image=384, patch=16, layers=12, embed=768, heads=12, mlp=3072)
+    return _images("vit_base_384", model, model.image, 256)
+
+
+def resnet101() -> Experiment:
+    """A ResNet-101 on 224 pixels."""
+    model = ResNet(classes=1000, stages=(3, 4, 23, 3), bottleneck=True)
+    return _images("resnet101", model, 224, 256)
+
+
+def plain_deep() -> Experiment:
+    """A foreign decoder of 28 layers of Flax's own, 1,280 wide."""
+    return _plain("plain_deep", 1024, 28, 64, vocab=32_000, width=1280)
+
+
+def experts_few() -> Experiment:
+    """Twenty layers of four experts, 2,048 wide."""
+    model = Mixture(vocab=32_000, context=2048, layers=20, embed=2048, heads=16, experts=4, mlp=5632)
+    return _text("experts_few", model, 16)
+
+
 def experiment() -> Experiment:
     """The smallest of them."""
     return small()
@@ -393,4 +456,14 @@ VARIANTS = {
     "resnet152": resnet152,
     "plain_wide": plain_wide,
     "experts_many": experts_many,
+    # of its design "outside"
+    "llama_8b": llama_8b,
+    "phi_3b": phi_3b,
+    "qwen_4b": qwen_4b,
+    "smol_360m": smol_360m,
+    "windows_1b": windows_1b,
+    "vit_base_384": vit_base_384,
+    "resnet101": resnet101,
+    "plain_deep": plain_deep,
+    "experts_few": experts_few,
 }
