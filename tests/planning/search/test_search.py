@@ -141,6 +141,26 @@ def test_the_search_is_not_worse_than_brute_force(case_count, monkeypatch):
     assert max(counts) <= search.MAX_ESTIMATES + search.MAX_BUDGETS
 
 
+def test_a_layout_that_keeps_everything_only_by_closed_form_has_other_memory_rules(monkeypatch):
+    platform = Platform.parse("tpu v5e:2x2")
+    made_up_experiment, split_costs = made_up(random.Random(0), platform)
+    monkeypatch.setattr(search, "split_costs", split_costs)
+    base = Plan(mesh="fsdp:4", zero=3, precision="bfloat16")
+    choices = Choices(base, frozenset({"mesh", "zero"}), frozenset({"offload", "loss_chunk", "microbatches"}))
+    finder = Search(made_up_experiment, platform, choices, None, None)
+    bytes_by_rule = {candidate.variant.memory.rule: candidate.bytes for candidate in finder.candidates[0]}
+    assert bytes_by_rule["dots"] < 0.9 * bytes_by_rule["none"]
+
+    def fake_estimate(experiment, platform, plan):
+        factor = 1.05 if plan.memory.rule == "none" else 1.0
+        return Estimate(plan, {"parameters": int(factor * bytes_by_rule[plan.memory.rule])}, {}, 0, Timeline(()))
+
+    monkeypatch.setattr(search, "estimate", fake_estimate)
+    finder = dataclasses.replace(finder, limit=int(1.02 * bytes_by_rule["none"]))
+    best = finder.run().plans[0]
+    assert (best.fits, best.plan.memory.rule) == (True, "dots")
+
+
 @pytest.mark.variant  # brute force, above
 def test_a_search_of_a_real_model_finds_the_fastest_plan_that_fits():
     base = Plan(precision="bfloat16")
