@@ -44,16 +44,19 @@ NEARER_MARGIN = 0.12
 """Margin that replaces the others if the piece of the step that needs the most memory was compiled."""
 
 TPU_MARGIN = 0.2
-"""Margin that replaces `MARGIN` on a TPU: of steps that are not usual, and of pipelined ones."""
+"""Margin that replaces `MARGIN` on a TPU: of steps that are not usual, and of asynchronous pipelines."""
+
+PIPELINED_TPU_MARGIN = 0.25
+"""Margin of steps with a synchronous pipeline on a TPU. Along a tensor axis, XLA may split the residual stream."""
 
 WIDE_MARGIN = 0.3
-"""Margin of steps for which fewer than `LEAST_PROGRAMS` errors are recorded: partly trained ones, asynchronous
-pipelines on a GPU, and all pipelines on a CPU."""
+"""Margin of steps that hold weights in several copies (`holds_weight_copies`), and of steps for which fewer than
+`LEAST_PROGRAMS` errors are recorded: partly trained ones, asynchronous pipelines on a GPU, all pipelines on a CPU."""
 
 LEAST_PROGRAMS = 5
 """Least number of recorded pipelined steps for which a margin below `WIDE_MARGIN` is used."""
 
-StepKind = Literal["any", "usual", "irregular", "pipelined", "asynchronous"]
+StepKind = Literal["any", "usual", "irregular", "gathered", "pipelined", "asynchronous"]
 """Kinds of steps whose errors are recorded apart."""
 
 
@@ -132,7 +135,8 @@ def held_out_accuracy(kind: str, step_kind: StepKind = "any") -> Accuracy | None
     Args:
         kind: "tpu", "gpu" or "cpu".
         step_kind: "usual" for usual steps (`is_usual`), "irregular" for steps whose blocks run in no loop or in cycles
-            of unlike blocks, "pipelined" for steps with a synchronous pipeline, "asynchronous" for those with an
+            of unlike blocks, "gathered" for steps that hold weights in several copies (`holds_weight_copies`),
+            "pipelined" for steps with a synchronous pipeline, "asynchronous" for those with an
             asynchronous one, "any" for all others.
     """
     section_name = "held out" if step_kind == "any" else f"held out, {step_kind}"
@@ -157,7 +161,32 @@ def kind_of(
         return "asynchronous" if plan.asynchronous else "pipelined"
     if not has_regular_blocks:
         return "irregular"
+    if holds_weight_copies(chip, plan):
+        return "gathered"
     return "usual" if slices == 1 and is_usual(chip, plan, optimizer) else "any"
+
+
+def holds_weight_copies(chip: Chip, plan: Plan) -> bool:
+    """Return whether a step may hold several copies of whole weights at once, of which the estimate assumes a number.
+
+    Under ZeRO 1 and 2 without microbatches, XLA for a TPU 7x copies gathered weights of two-byte types to other tiles,
+    of some ahead of time. On GPUs, XLA gathers all new weights of float32 plans before it overwrites the old ones.
+
+    Args:
+        chip: chip that the step would run on.
+        plan: plan of the step.
+
+    Example:
+        >>> from jaxscale.platforms.platform import Platform
+        >>> h100, plan = Platform.parse("gpu h100").chip, Plan(zero=2)
+        >>> holds_weight_copies(h100, plan)
+        True
+    """
+    if plan.zero not in (1, 2):
+        return False
+    if plan.precision == "float32":
+        return chip.kind == "gpu"
+    return chip.name == "7x" and plan.microbatches == 1
 
 
 def is_usual(chip: Chip, plan: Plan, optimizer: Optimizer) -> bool:
@@ -215,5 +244,7 @@ def margin(
             return WIDE_MARGIN
     if is_compiled:
         return NEARER_MARGIN
-    margin_by_kind = {"usual": NARROW_MARGIN, "irregular": IRREGULAR_MARGIN}
+    margin_by_kind = {"usual": NARROW_MARGIN, "irregular": IRREGULAR_MARGIN, "gathered": WIDE_MARGIN}
+    if kind == "tpu":
+        margin_by_kind["pipelined"] = PIPELINED_TPU_MARGIN
     return margin_by_kind.get(step_kind, TPU_MARGIN if kind == "tpu" else MARGIN)

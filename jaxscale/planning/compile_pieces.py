@@ -17,10 +17,9 @@ from jaxscale.errors import UserError
 from jaxscale.planning.fusion import Arrays
 from jaxscale.planning.program import traced_step
 from jaxscale.platforms.platform import Platform
-from jaxscale.programs.dims import Placement
+from jaxscale.programs.dims import Placement, in_host_memory
 from jaxscale.programs.flat import FlatProgram, carries
 from jaxscale.programs.kinds import has_both_passes, loss_range
-from jaxscale.programs.placements import in_host_memory
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.batches import batch_shapes

@@ -183,10 +183,23 @@ class Arrays:
         """Return whether the results of an operation are stored as arrays, whatever reads them."""
         if operation.kind in SCATTERS and _changes_one_per_row(operation, self.program):
             return False
+        if self._is_padding(operation):
+            return False
         if operation.kind in ("sharding_constraint", "enter"):  # they may gather shards
             operand, result = operation.inputs[0], operation.outputs[0]
             return operand is not None and self._bytes_of(result) > self._bytes_of(operand)
         return operation.kind in ARRAY_PRODUCERS or operation.kind.startswith("reduce_")
+
+    def _is_padding(self, operation: Operation) -> bool:
+        """Return whether an operation writes into zeros only to add the result, such as a layer's gradient in a cycle.
+
+        XLA for TPUs writes the gradient into the sum.
+        """
+        is_update = operation.kind == "dynamic_update_slice" and operation.inputs[0] in self._literals
+        if not is_update or self.compiler.product_fusion == "no":
+            return False
+        readers = [self.program.operations[index] for index in self.program.readers.get(operation.outputs[0], ())]
+        return bool(readers) and all(reader.kind in ("add", "add_any") for reader in readers)
 
     def is_ring_product(self, index: int) -> bool:
         """Return whether the matrix product at `index` is computed around a ring of devices.
@@ -261,7 +274,8 @@ class Arrays:
 
     def _result_bytes(self, operation: Operation, value: int) -> int:
         """Return the bytes of a result as an array. A product is stored in the type to which its readers convert it."""
-        result_bytes = self._bytes_of(value)
+        repetition_count = 1 if operation.loop_body is None else _repetition_count(operation, value)
+        result_bytes = self._bytes_of(value) // repetition_count
         if self.compiler.rounds_operands and is_rounded(value, self.program):
             # a loop over microbatches reads a weight in bfloat16, and the update reads it in float32
             return result_bytes * 3 // 2 if operation.kind == tiles.RETILE else result_bytes // 2
@@ -447,6 +461,20 @@ def has_rings(axis_sizes: Mapping[str, int]) -> bool:
         (True, False)
     """
     return axis_sizes.get("fsdp", 1) > 2 and max(axis_sizes.get(axis, 1) for axis in ("data", "replica")) == 1
+
+
+def _repetition_count(loop: Operation, result: int) -> int:
+    """Return how often a loop's stacked result repeats each element, such as a mask that is broadcast over rows.
+
+    XLA repeats the elements where they are read.
+    """
+    body = loop.loop_body
+    assert body is not None
+    output = body.outputs[loop.outputs.index(result)]
+    producer = next((op for op in body.operations if output in op.outputs), None)
+    if output is None or producer is None or producer.kind != "broadcast_in_dim" or producer.inputs[0] is None:
+        return 1
+    return max(1, body.avals[output].size // max(1, body.avals[producer.inputs[0]].size))
 
 
 def _scattered_sums(program: FlatProgram) -> set[int]:

@@ -5,7 +5,7 @@ A dim of an operand corresponds to the dim of the result that has the same eleme
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,12 @@ Shape = tuple[int, ...]
 """Number of elements along each dim."""
 DimLink = tuple[int, int, int]
 """The index of an operand, one of the operand's dims, and the corresponding dim of the result."""
+
+_LIKE_FIRST_OPERAND = (
+    "slice", "dynamic_slice", "pad", "rev", "cumsum", "sort", "top_k", "scatter", "scatter-add", "scatter_add",
+    "scatter-mul",
+)  # fmt: skip
+"""Operations that place the result like their first operand, in the dims that have the same size in both."""
 
 
 def placement_of(sharding: Any, rank: int) -> Placement:
@@ -72,6 +78,11 @@ def shape_of(value: Any) -> Shape:
     return getattr(value, "shape", ())
 
 
+def in_host_memory(aval: Any) -> bool:
+    """Return whether an abstract value is in host memory."""
+    return getattr(getattr(aval, "memory_space", None), "name", "") == "Host"
+
+
 def dim_links(
     primitive: str, params: Any, operand_shapes: Sequence[Shape], result_shape: Shape
 ) -> list[DimLink] | None:
@@ -91,6 +102,32 @@ def dim_links(
     """
     yield_links = _RULES.get(primitive)
     return None if yield_links is None else list(yield_links(params, operand_shapes, result_shape))
+
+
+def links_of(primitive: str, params: Any, operand_shapes: Sequence[Shape], result_shape: Shape) -> Iterable[DimLink]:
+    """Return which operand dims correspond to each dim of a result; if several do, the first takes precedence.
+
+    Args:
+        primitive: name of the primitive.
+        params: parameters of the equation.
+        operand_shapes: shape of each operand.
+        result_shape: shape of the result.
+    """
+    if primitive == "gather":
+        return gather_links(params, operand_shapes, result_shape)
+    operation_links = dim_links(primitive, params, operand_shapes, result_shape)
+    if operation_links is None:
+        shapes = operand_shapes[:1] if primitive in _LIKE_FIRST_OPERAND else operand_shapes
+        return _same_position_links(shapes, result_shape)
+    # the kernel of a convolution is gathered
+    return [link for link in operation_links if primitive != "conv_general_dilated" or link[0] == 0]
+
+
+def _same_position_links(operand_shapes: Sequence[Shape], result_shape: Shape) -> Iterator[DimLink]:
+    """Yield the corresponding dims of an elementwise operation: same size, in operands of the result's rank."""
+    for operand_index, shape in enumerate(operand_shapes):
+        if len(shape) == len(result_shape):
+            yield from ((operand_index, dim, dim) for dim, size in enumerate(result_shape) if shape[dim] == size)
 
 
 def gather_links(params: Any, operand_shapes: Sequence[Shape], result_shape: Shape) -> Iterator[DimLink]:
@@ -113,6 +150,30 @@ def summed_dim_pairs(primitive: str, params: Any) -> list[tuple[int, int]]:
     if primitive == "dot_general":
         return list(zip(*dim_numbers[0], strict=True))
     return [(dim_numbers.lhs_spec[1], dim_numbers.rhs_spec[1])] if primitive == "conv_general_dilated" else []
+
+
+def gathered_placement(
+    params: Any, operand_placements: Sequence[Placement], side: int, summed_axes: Collection[str]
+) -> Placement:
+    """Return the placement of a matrix product's operand after it was gathered over the axes of the other operand.
+
+    Args:
+        params: parameters of the product's equation.
+        operand_placements: placements of both operands.
+        side: index of the operand.
+        summed_axes: mesh axes that split a summed dim of both operands; they stay.
+    """
+    contracted_dims, batch_dims = params["dimension_numbers"]
+    shared_dims = (*contracted_dims[1 - side], *batch_dims[1 - side])
+    free_axes = {
+        axis for dim, axes in enumerate(operand_placements[1 - side]) if dim not in shared_dims for axis in axes
+    }
+    return tuple(
+        tuple(
+            axis for axis in axes if axis not in free_axes and (dim not in contracted_dims[side] or axis in summed_axes)
+        )
+        for dim, axes in enumerate(operand_placements[side])
+    )
 
 
 def _broadcast_links(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:

@@ -10,18 +10,18 @@ represented by their numbers in a `FlatProgram`.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from jaxscale.programs.dims import (
     Axes,
-    DimLink,
     Placement,
-    Shape,
     dim_links,
-    gather_links,
+    gathered_placement,
+    in_host_memory,
     joined_placement,
+    links_of,
     local_bytes,
     local_shape,
     part_counts,
@@ -38,13 +38,11 @@ from jaxscale.sharding.partition import dim_axes
 _MAX_PASSES = 3
 """Maximum number of times that a loop's body is placed again because the placement of its state has changed."""
 
-_LIKE_FIRST_OPERAND = (
-    "slice", "dynamic_slice", "pad", "rev", "cumsum", "sort", "top_k", "scatter", "scatter-add", "scatter_add",
-    "scatter-mul",
-)  # fmt: skip
-"""Operations that place the result like their first operand, in the dims that have the same size in both."""
 
-_PLACED_BY_READERS = ELEMENTWISE | {"transpose", "reshape", "sharding_constraint"}
+_SUMS_OVER_DEVICES = ("psum", "psum_invariant", "reduce_scatter")
+"""Collectives along manual axes, which keep the placement along the other axes."""
+
+_PLACED_BY_READERS = ELEMENTWISE | {"transpose", "reshape", "sharding_constraint", *_SUMS_OVER_DEVICES}
 """Operations whose operands are placed like the result; the readers of the result determine its placement."""
 
 
@@ -102,17 +100,13 @@ class Placements:
         return self.bytes_of(self.program.avals[value], self.by_value[value], tile_dim_pairs=tile_dim_pairs)
 
 
-def in_host_memory(aval: Any) -> bool:
-    """Return whether an abstract value is in host memory."""
-    return getattr(getattr(aval, "memory_space", None), "name", "") == "Host"
-
-
 def place(
     program: FlatProgram,
     input_placements: Sequence[Placement],
     axis_sizes: Mapping[str, int],
     *,
     tiles: Tiles | None = None,
+    output_placements: Sequence[Placement] = (),
 ) -> Placements:
     """Place all values of a program; return their placements.
 
@@ -121,6 +115,7 @@ def place(
         input_placements: placement of each input; inputs without an entry are unsharded.
         axis_sizes: number of devices along each mesh axis.
         tiles: the tiles that kernels prescribe (`prescribed_tiles`); `None` if memory is not tiled, as on a GPU.
+        output_placements: placement of each output that its readers need; by default, they need none.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -137,16 +132,21 @@ def place(
     for value in program.inputs[len(input_placements) :]:
         placements.by_value[value] = _unsharded_placement(program.avals[value])
     for index, operation in enumerate(program.operations):  # forward, from operands to results
-        output_placements = _output_placements(operation, index, placements)
-        placements.by_value |= zip(operation.outputs, output_placements, strict=True)
+        new_placements = _output_placements(operation, index, placements)
+        placements.by_value |= zip(operation.outputs, new_placements, strict=True)
+    for value, placement in zip(program.outputs, output_placements, strict=False):
+        if value is not None and value not in placements.fixed_values:
+            _split_further(value, placement, placements)
     for index, operation in reversed(list(enumerate(program.operations))):
         # backward, so that a value is computed where its reader needs it
         if operation.kind == "dot_general":
             _place_product_operands(operation, placements)
         elif operation.kind in LOOPS:
             _place_loop_state(operation, index, placements)
-        elif operation.kind == "enter":
-            _place_entered_array(operation, placements)
+        elif operation.kind in ("enter", "leave"):
+            _place_operand_across_region(operation, placements)
+        elif operation.branches:
+            _place_branches_again(operation, index, placements)
         elif operation.kind in _PLACED_BY_READERS:
             _place_operands(operation, placements)
     return placements
@@ -190,10 +190,17 @@ def _place_operands(operation: Operation, placements: Placements) -> None:
             operand_placement = tuple(output_placement[permutation.index(dim)] for dim in range(len(permutation)))
         elif operation.kind == "reshape":
             operand_placement = _reshape_operand_placement(operation, output_placement, placements)
-        elif shape_of(program.avals[value]) != shape_of(program.avals[output]):
+        elif operation.kind not in _SUMS_OVER_DEVICES and (
+            shape_of(program.avals[value]) != shape_of(program.avals[output])
+        ):
             continue
-        if _shard_count(placements, operand_placement) > _shard_count(placements, placements.by_value[value]):
-            placements.by_value[value] = operand_placement
+        _split_further(value, operand_placement, placements)
+
+
+def _split_further(value: int, placement: Placement, placements: Placements) -> None:
+    """Place a value by a placement if that splits it into more shards than its own."""
+    if _shard_count(placements, placement) > _shard_count(placements, placements.by_value[value]):
+        placements.by_value[value] = placement
 
 
 def _reshape_operand_placement(operation: Operation, output_placement: Placement, placements: Placements) -> Placement:
@@ -211,17 +218,43 @@ def _reshape_operand_placement(operation: Operation, output_placement: Placement
     return tuple(axes_by_dim)
 
 
-def _place_entered_array(operation: Operation, placements: Placements) -> None:
-    """Place an array like its parts in a region over manual axes, if that splits the array into more shards."""
-    value, part_placement = operation.inputs[0], placements.by_value[operation.outputs[0]]
-    if value is None or value in placements.fixed_values:
+def _place_operand_across_region(operation: Operation, placements: Placements) -> None:
+    """Place the operand of "enter" or "leave" like its result, apart from the region's manual axes.
+
+    On a GPU, the gradient of a table that leaves a region was whole in a compiled step, on TPUs it was split.
+    """
+    value, placement = operation.inputs[0], placements.by_value[operation.outputs[0]]
+    is_on_gpu = placements.tiles is None
+    if value is None or value in placements.fixed_values or (operation.kind == "leave" and is_on_gpu):
         return
-    manual_placement = dim_axes(operation.params["spec"], len(part_placement))
-    whole_placement = tuple(
-        (*manual_axes, *axes) for manual_axes, axes in zip(manual_placement, part_placement, strict=True)
+    if operation.kind == "enter":
+        placement = joined_placement(dim_axes(operation.params["spec"], len(placement)), placement)
+    else:
+        placement = without_axes(operation.manual_axes, placement)
+    _split_further(value, placement, placements)
+
+
+def _place_branches_again(operation: Operation, index: int, placements: Placements) -> None:
+    """Place the branches of a `cond` again if readers need its results in other placements than all branches return."""
+    branch_placements = placements.branch_placements[index]
+    output_placements = [placements.by_value[value] for value in operation.outputs]
+    has_new_placements = any(
+        value is not None and placed.by_value[value] != placement
+        for placed in branch_placements
+        for value, placement in zip(placed.program.outputs, output_placements, strict=True)
     )
-    if _shard_count(placements, whole_placement) > _shard_count(placements, placements.by_value[value]):
-        placements.by_value[value] = whole_placement
+    if not has_new_placements:
+        return
+    placements.branch_placements[index] = tuple(
+        place(
+            placed.program,
+            [placed.by_value[value] for value in placed.program.inputs],
+            placed.axis_sizes,
+            tiles=placed.tiles,
+            output_placements=output_placements,
+        )
+        for placed in branch_placements
+    )
 
 
 def _place_loop_state(operation: Operation, index: int, placements: Placements) -> None:
@@ -250,7 +283,9 @@ def _place_loop_state(operation: Operation, index: int, placements: Placements) 
 def _place_product_operands(operation: Operation, placements: Placements) -> None:
     """Shard the unsharded dims of a matrix product's operands like the corresponding dims of its result."""
     output, operand_shapes = operation.outputs[0], [shape_of(aval) for aval in _operand_avals(operation, placements)]
-    for operand_index, dim, output_dim in _links_of(operation, operand_shapes, placements.program.avals[output].shape):
+    for operand_index, dim, output_dim in links_of(
+        operation.kind, operation.params, operand_shapes, placements.program.avals[output].shape
+    ):
         value = operation.inputs[operand_index]
         if value is None or value in placements.fixed_values:
             continue
@@ -326,7 +361,7 @@ def _linked_placement(
     """
     result_shape = shape_of(placements.program.avals[result_value])
     operand_shapes = [shape_of(aval) for aval in operand_avals]
-    links = _links_of(operation, operand_shapes, result_shape)
+    links = links_of(operation.kind, operation.params, operand_shapes, result_shape)
     if operation.kind == "dot_general":  # the larger operand keeps its axes
         operand_bytes = [
             placements.bytes_of(aval, placement)
@@ -345,25 +380,6 @@ def _linked_placement(
             axes_by_result_dim[result_dim] = axes
             used_axes.update(axes)
     return tuple(axes_by_result_dim)
-
-
-def _links_of(operation: Operation, operand_shapes: Sequence[Shape], result_shape: Shape) -> Iterable[DimLink]:
-    """Return which operand dims correspond to each dim of a result; if several do, the first takes precedence."""
-    kind, params = operation.kind, operation.params
-    if kind == "gather":
-        return gather_links(params, operand_shapes, result_shape)
-    operation_links = dim_links(kind, params, operand_shapes, result_shape)
-    if operation_links is None:
-        return _same_position_links(operand_shapes[:1] if kind in _LIKE_FIRST_OPERAND else operand_shapes, result_shape)
-    # the kernel of a convolution is gathered
-    return [link for link in operation_links if kind != "conv_general_dilated" or link[0] == 0]
-
-
-def _same_position_links(operand_shapes: Sequence[Shape], result_shape: Shape) -> Iterable[DimLink]:
-    """Yield the corresponding dims of an elementwise operation: same size, in operands of the result's rank."""
-    for operand_index, shape in enumerate(operand_shapes):
-        if len(shape) == len(result_shape):
-            yield from ((operand_index, dim, dim) for dim, size in enumerate(result_shape) if shape[dim] == size)
 
 
 def _place_loop(
@@ -474,25 +490,11 @@ def _gathered_bytes(
 
     `summed_axes` are the mesh axes that split a summed dim of both operands.
     """
-    contracted_dims, batch_dims = operation.params["dimension_numbers"]
     gathered_bytes = 0
     for side, other_side in ((0, 1), (1, 0)):  # indices of an operand and of the other operand
-        shared_dims = (*contracted_dims[other_side], *batch_dims[other_side])
-        free_axes = {
-            axis for dim, axes in enumerate(operand_placements[other_side]) if dim not in shared_dims for axis in axes
-        }
-        placement_after_gather = tuple(
-            tuple(
-                axis
-                for axis in axes
-                if axis not in free_axes and (dim not in contracted_dims[side] or axis in summed_axes)
-            )
-            for dim, axes in enumerate(operand_placements[side])
-        )
-        if placement_after_gather != operand_placements[side] and any(
-            "fsdp" in axes for axes in operand_placements[side]
-        ):
-            operand_bytes = placements.bytes_of(operand_avals[side], placement_after_gather)
+        placement = gathered_placement(operation.params, operand_placements, side, summed_axes)
+        if placement != operand_placements[side] and any("fsdp" in axes for axes in operand_placements[side]):
+            operand_bytes = placements.bytes_of(operand_avals[side], placement)
             if operand_bytes <= placements.bytes_of(operand_avals[other_side], operand_placements[other_side]):
                 gathered_bytes += operand_bytes
     return gathered_bytes

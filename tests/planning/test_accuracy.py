@@ -14,7 +14,9 @@ from jaxscale.records.source import load_file
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "experiments" / "benchmarks"
 SEEN_DESIGNS = ("small", "sized", "later", "latest", "newest")
-IRREGULAR_MODELS = ("gemma_2b", "plain_wide", "plain_large", "resnet50", "resnet152")
+IRREGULAR_MODELS = (
+    "gemma_2b", "plain_wide", "plain_large", "resnet50", "resnet152", "windows_1b", "plain_deep", "resnet101",
+)  # fmt: skip
 """Models whose blocks run in no loop, or in cycles."""
 
 
@@ -38,6 +40,8 @@ def test_the_recorded_estimates(kind, compiled, median, worst):
         ("tpu", "usual"),
         ("tpu", "irregular"),
         ("gpu", "irregular"),
+        ("tpu", "gathered"),
+        ("gpu", "gathered"),
         ("tpu", "pipelined"),
         ("gpu", "pipelined"),
         ("tpu", "asynchronous"),
@@ -50,7 +54,7 @@ def test_errors_on_cases_that_nothing_was_fitted_on_are_within_the_margin(kind, 
     assert held_out.median <= 0.1
     margin = accuracy.margin(kind, step_kind)
     assert (held_out.worst_today or held_out.worst) <= margin
-    if (kind, step_kind) in (("tpu", "any"), ("tpu", "irregular"), ("gpu", "pipelined")):
+    if (kind, step_kind) in (("tpu", "any"), ("gpu", "gathered"), ("gpu", "pipelined")):
         assert held_out.worst <= margin  # before the rules that were read off some of these steps, too
     assert "train steps that nothing was fitted on were off by" in str(held_out)
 
@@ -129,7 +133,9 @@ def test_each_kind_of_step_has_its_margin():
     assert accuracy.margin("tpu", "usual", is_compiled=True) == accuracy.NEARER_MARGIN
     assert accuracy.margin("tpu", "usual", is_partly_trained=True) == accuracy.WIDE_MARGIN
     assert accuracy.margin("tpu", "irregular") == accuracy.margin("gpu", "irregular") == accuracy.IRREGULAR_MARGIN
-    assert accuracy.margin("tpu", "pipelined") == accuracy.margin("tpu", "asynchronous") == accuracy.TPU_MARGIN
+    assert accuracy.margin("tpu", "gathered") == accuracy.margin("gpu", "gathered") == accuracy.WIDE_MARGIN
+    assert accuracy.margin("tpu", "pipelined") == accuracy.PIPELINED_TPU_MARGIN
+    assert accuracy.margin("tpu", "asynchronous") == accuracy.TPU_MARGIN
     assert accuracy.margin("gpu", "pipelined") == accuracy.MARGIN
 
 
@@ -139,4 +145,10 @@ def test_the_kind_of_a_step():
     assert accuracy.kind_of(v5p, usual_plan, Optimizer(), slices=2) == "any"
     assert accuracy.kind_of(v5p, usual_plan, Optimizer(), has_regular_blocks=False) == "irregular"
     assert accuracy.kind_of(v5p, Plan(pipeline="1f1b:2x2"), Optimizer()) == "pipelined"
+    chip_7x, h100 = Platform.parse("tpu 7x:2x2x1").chip, Platform.parse("gpu h100").chip
+    gathering_plans = [Plan(precision="bfloat16", zero=2), Plan(zero=1)]
+    assert [accuracy.kind_of(chip_7x, plan, Optimizer()) for plan in gathering_plans] == ["gathered", "any"]
+    assert [accuracy.kind_of(h100, plan, Optimizer()) for plan in gathering_plans] == ["any", "gathered"]
+    assert accuracy.kind_of(chip_7x, Plan(precision="bfloat16", zero=2, microbatches=2), Optimizer()) == "any"
+    assert accuracy.kind_of(chip_7x, Plan(precision="bfloat16", zero=3), Optimizer()) == "any"
     assert accuracy.kind_of(v5p, Plan(pipeline="2bw:2x2"), Optimizer(), has_regular_blocks=False) == "asynchronous"

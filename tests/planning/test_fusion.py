@@ -283,6 +283,30 @@ def test_a_state_that_is_read_later_is_not_written_over():
     assert loop_bytes(lambda total, w: (total @ w, None)) == [KB]  # a product reads its operand until it is computed
 
 
+@pytest.mark.parametrize(("fuses", "stored"), [("all", [KB, KB]), ("no", [KB, KB, 2 * KB, 2 * KB])])
+def test_gradients_of_a_cycle_s_layers_are_written_into_their_sum_on_a_tpu(fuses, stored):
+    """Each of the two layers of a cycle slices its weight from the cycle's stack."""
+
+    def sum_of_gradients(x):
+        zeros = jnp.zeros((2, 32, 32))
+        first, second = (
+            jax.lax.dynamic_update_slice(zeros, (x @ x)[None], (layer, 0, 0)) for layer in (jnp.int32(0), jnp.int32(1))
+        )
+        return first + second
+
+    assert sorted(arrays_of(sum_of_gradients, X, fuses=fuses).array_bytes.values()) == stored
+
+
+def test_a_mask_that_a_loop_stacks_is_stored_before_it_is_repeated():
+    def masks(x):
+        def mask(state, row):
+            return state, jnp.broadcast_to(row < 0, (8, 32))
+
+        return jax.lax.scan(mask, None, x)[1]
+
+    assert list(arrays_of(masks, X).array_bytes.values()) == [32 * 32]  # of 8 * 32 * 32 booleans
+
+
 def test_a_scatter_of_one_element_a_row_is_an_expression():
     def loss(x, index):
         return jnp.take_along_axis(jax.nn.log_softmax(x @ x), index[:, None], 1).sum()

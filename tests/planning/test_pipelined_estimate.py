@@ -161,9 +161,12 @@ def test_recorded_programs():
         if is_asynchronous:
             assert abs(errors.pop()) <= accuracy.TPU_MARGIN, case
             continue
-        is_unseen = row["design"] == "unseen pipelined TPU"  # nothing was fitted on its steps
+        is_unseen = row["design"] in ("unseen pipelined TPU", "outside pipelined")  # nothing was fitted on their steps
         assert errors[-1] >= (-0.135 if is_unseen else -0.125), case
-        assert errors[-1] <= (accuracy.TPU_MARGIN if is_unseen else accuracy.MARGIN), case
+        # along a tensor axis, XLA for TPUs may split the residual stream (docs/choosing/fit.md)
+        has_split_stream = case["platform"].startswith("tpu") and "tensor" in case["mesh"]
+        largest_error = accuracy.PIPELINED_TPU_MARGIN if has_split_stream else accuracy.MARGIN
+        assert errors[-1] <= (max(accuracy.TPU_MARGIN, largest_error) if is_unseen else largest_error), case
     assert len(errors) > 95
     assert statistics.median(map(abs, errors)) <= 0.045
     assert statistics.mean(errors) >= -0.05

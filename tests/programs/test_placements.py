@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.programs.dims import placement_of
 from jaxscale.programs.flat import flatten
 from jaxscale.programs.placements import place
-from jaxscale.programs.tiles import padding_factor
+from jaxscale.programs.tiles import padding_factor, prescribed_tiles
 
 SIZES = {"fsdp": 2, "tensor": 4}
 
@@ -158,6 +158,42 @@ def test_an_array_is_placed_where_a_region_over_manual_axes_reads_it():
     placements = place(program, [((), ()), ((), ())], {"replica": 4, "tensor": 2})
     product = next(operation for operation in program.operations if operation.kind == "dot_general")
     assert placements.by_value[product.outputs[0]] == (("replica",), ())
+
+
+def test_a_sum_over_branches_is_placed_like_the_array_that_it_leaves_a_region_for():
+    """A table's gradient: a branch of each trip adds rows, and the sum over devices is a shard of a sharded array."""
+
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("pipe", "tensor"))
+
+    def table_gradient(rows, indices):
+        def add_rows(total, trip):
+            new_rows = jax.lax.cond(
+                trip > 0, lambda: jnp.zeros((16, 8)).at[indices].add(rows), lambda: jnp.zeros((16, 8))
+            )
+            return total + new_rows, None
+
+        total = jax.lax.scan(add_rows, jnp.zeros((16, 8)), jnp.arange(3))[0]
+        return jax.lax.psum_scatter(total, "pipe", scatter_dimension=0, tiled=True)
+
+    def step(rows, indices):
+        region = jax.shard_map(
+            table_gradient, mesh=mesh, in_specs=P(), out_specs=P("pipe"), axis_names={"pipe"}, check_vma=False
+        )
+        table = region(rows, indices)
+        return jax.lax.with_sharding_constraint(table, NamedSharding(mesh, P(("pipe", "tensor"))))
+
+    program = flatten(jax.make_jaxpr(step)(jnp.ones((4, 8)), jnp.arange(4)))
+    placements = place(program, [((), ()), ((),)], dict(mesh.shape), tiles=prescribed_tiles(program))
+    (loop,) = placements.loop_placements.values()
+    (branches,) = loop.branch_placements.values()
+    scattered_values = [
+        (placed, operation.outputs[0])
+        for placed in branches
+        for operation in placed.program.operations
+        if operation.kind.startswith("scatter")
+    ]
+    assert [placed.by_value[value] for placed, value in scattered_values] == [(("tensor",), ())]
+    assert loop.by_value[loop.program.outputs[0]] == (("tensor",), ())
 
 
 def test_a_region_keeps_the_axes_that_are_not_manual():

@@ -57,7 +57,7 @@ TARGET_SHARE = 0.97
 CLOSE_SHARE = 0.94
 """Share of the limit above which a budget is not enlarged."""
 COMFORTABLE_SHARE = 0.8
-"""Share of the limit below which a layout that keeps everything needs no chunks, no offload and no other memory rule."""
+"""Share of the limit below which a layout that keeps everything needs no chunks, offload or other memory rule."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -214,7 +214,7 @@ class Search:
         """Drop dominated candidates, and add one whose memory rule has a budget that uses up the limit.
 
         What the added candidate keeps and recomputes is interpolated between two rules; the optimal rule for its budget
-        usually recomputes less. If the candidate that keeps everything fits comfortably, only this candidate is returned.
+        usually recomputes less. If the candidate that keeps everything fits comfortably, only this one is returned.
 
         Args:
             candidates: candidates that differ only in the memory rule.
