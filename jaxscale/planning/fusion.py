@@ -468,9 +468,11 @@ def _repetition_count(loop: Operation, result: int) -> int:
 
     XLA repeats the elements where they are read.
     """
-    body = loop.loop_body
+    body, output_index = loop.loop_body, loop.outputs.index(result)
     assert body is not None
-    output = body.outputs[loop.outputs.index(result)]
+    if output_index < len(carries(loop)):
+        return 1
+    output = body.outputs[output_index]
     producer = next((op for op in body.operations if output in op.outputs), None)
     if output is None or producer is None or producer.kind != "broadcast_in_dim" or producer.inputs[0] is None:
         return 1

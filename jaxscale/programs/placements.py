@@ -190,9 +190,9 @@ def _place_operands(operation: Operation, placements: Placements) -> None:
             operand_placement = tuple(output_placement[permutation.index(dim)] for dim in range(len(permutation)))
         elif operation.kind == "reshape":
             operand_placement = _reshape_operand_placement(operation, output_placement, placements)
-        elif operation.kind not in _SUMS_OVER_DEVICES and (
-            shape_of(program.avals[value]) != shape_of(program.avals[output])
-        ):
+        elif operation.kind in _SUMS_OVER_DEVICES and len(output_placement) == len(placements.by_value[value]):
+            pass  # the scattered dim differs in size
+        elif shape_of(program.avals[value]) != shape_of(program.avals[output]):
             continue
         _split_further(value, operand_placement, placements)
 

@@ -196,6 +196,22 @@ def test_a_sum_over_branches_is_placed_like_the_array_that_it_leaves_a_region_fo
     assert loop.by_value[loop.program.outputs[0]] == (("tensor",), ())
 
 
+def test_a_scattered_sum_without_the_scattered_dim_leaves_its_operand_as_it_is():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("pipe", "tensor"))
+
+    def fn(x):
+        scatter = jax.shard_map(
+            lambda part: jax.lax.psum_scatter(part, "pipe"), mesh=mesh, in_specs=P(), out_specs=P("pipe"),
+            axis_names={"pipe"}, check_vma=False,
+        )  # fmt: skip
+        return jax.lax.with_sharding_constraint(scatter(x @ x), NamedSharding(mesh, P(("pipe", "tensor"))))
+
+    program = flatten(jax.make_jaxpr(fn)(jnp.ones((2, 16, 8, 8))))
+    placements = place(program, [((),) * 4], dict(mesh.shape), tiles=prescribed_tiles(program))
+    product = next(operation for operation in program.operations if operation.kind == "dot_general")
+    assert placements.by_value[product.outputs[0]] == ((),) * 4
+
+
 def test_a_region_keeps_the_axes_that_are_not_manual():
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("sequence", "fsdp"))
 
