@@ -10,13 +10,12 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
-from typing import NoReturn, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NoReturn, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.typing import PathParts
 from jax.tree_util import KeyPath
 
 from jaxscale import blocks
@@ -311,7 +310,7 @@ def _trained_filter(train: str | None) -> nnx.filterlib.Predicate:
             all parameters.
     """
 
-    def is_trained(path: PathParts, variable: nnx.Variable) -> bool:
+    def is_trained(path: tuple[Any, ...], variable: nnx.Variable) -> bool:
         variable_type = _variable_type(variable)
         if train is None or not issubclass(variable_type, nnx.Param):
             return issubclass(variable_type, nnx.Param) if train is None else variable_type.__name__ == train
