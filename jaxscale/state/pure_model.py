@@ -266,7 +266,7 @@ class PureModel:
             return params
         row_of_layer = jnp.array([self.layer_of_row.index(layer) for layer in range(max(self.layer_of_row) + 1)])
 
-        def gather(path: KeyPath, leaf: Array) -> Array:
+        def gather(path: KeyPath, leaf: Array | np.ndarray) -> Array | np.ndarray:
             name = path_name(path)
             if name in self.copy_numbers:
                 return leaf[self.copy_numbers[name].index(0)]
