@@ -281,7 +281,29 @@ def treatment() -> Treatment:
 def wrap(block: BlockFunction, *, rolled: bool) -> BlockFunction:
     """Return a block, wrapped as the current plan specifies. `layers.Stack` and `layers.Chain` call this function."""
     current_treatment = _treatment.get()
-    return current_treatment.wrapper(block, rolled and current_treatment.unroll == 1)
+    return current_treatment.wrapper(adapted(block), rolled and current_treatment.unroll == 1)
+
+
+Adaptation = Callable[[BlockFunction], BlockFunction]
+"""A function from a block to one with the same arguments and results, which the plan runs in its place."""
+
+_adaptation: contextvars.ContextVar[Adaptation | None] = contextvars.ContextVar("adaptation", default=None)
+
+
+def adapting(adaptation: Adaptation | None) -> contextlib.AbstractContextManager[None]:
+    """Return a context for tracing, inside which `adaptation` changes each block before a treatment wraps it."""
+    return scoped(_adaptation, adaptation)
+
+
+def adapted(block: BlockFunction) -> BlockFunction:
+    """Return a block as the enclosing `adapting` changes it; unchanged if there is none."""
+    adaptation = _adaptation.get()
+    return block if adaptation is None else adaptation(block)
+
+
+def is_adapting() -> bool:
+    """Return whether this is inside of an `adapting` that changes blocks."""
+    return _adaptation.get() is not None
 
 
 def run(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:

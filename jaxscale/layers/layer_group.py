@@ -143,7 +143,7 @@ class LayerGroup:
 
     def _wrapped(self, block: BlockFunction, wrapper: Wrapper, is_rolled: bool) -> BlockFunction:
         """Return a wrapped block, which returns its input if its layer is padding."""
-        wrapped_block = wrapper(block, is_rolled)
+        wrapped_block = wrapper(blocks.adapted(block), is_rolled)
         return _with_padding_skipped(wrapped_block) if self.has_padding else wrapped_block
 
     def _scan_segments(self, x: Any, inputs: PyTree, layer_count: int) -> tuple[Any, PyTree]:

@@ -64,7 +64,7 @@ def scanned_param_names(program: Any, param_names: Sequence[str]) -> tuple[str, 
 def needs_scan() -> bool:
     """Return whether the current plan treats blocks, so that it must run the scan over them."""
     treatment = dataclasses.replace(blocks.treatment(), is_held_back=False)
-    return blocks.stage_view() is not None or treatment != blocks.Treatment()
+    return blocks.stage_view() is not None or blocks.is_adapting() or treatment != blocks.Treatment()
 
 
 def run_scanned(forward: Callable[..., Any], module: nnx.Module, batch: Any, names: Sequence[str]) -> Any:

@@ -105,7 +105,11 @@ class Timeline:
 
 
 def timeline(
-    program: FlatProgram, placements: Placements, compiler: Compiler, bytes_by_piece: PieceBytes | None = None
+    program: FlatProgram,
+    placements: Placements,
+    compiler: Compiler,
+    bytes_by_piece: PieceBytes | None = None,
+    end_items: Sequence[Item] = (),
 ) -> Timeline:
     """Return the live bytes of the values that a program computes. Arguments are not counted: the caller owns them.
 
@@ -115,8 +119,10 @@ def timeline(
         compiler: properties of the platform's compiler.
         bytes_by_piece: bytes of the temporaries of each piece of the program. A piece with known bytes becomes a
             single moment.
+        end_items: arrays that are alive when the program ends, and that the program does not contain.
     """
-    return Timeline(tuple(_Sweep(Arrays(program, placements, compiler), bytes_by_piece or {}).moments()))
+    moments = _Sweep(Arrays(program, placements, compiler), bytes_by_piece or {}).moments()
+    return Timeline((*moments, Moment(tuple(end_items))) if end_items else tuple(moments))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -32,6 +32,21 @@ def placement_of(sharding: Any, rank: int) -> Placement:
     return dim_axes(getattr(sharding, "spec", None) or (), rank)[:rank]
 
 
+def constraint_placement(params: Any, operand_placement: Placement) -> Placement:
+    """Return the placement of the result of a sharding constraint.
+
+    Args:
+        params: parameters of the constraint's equation.
+        operand_placement: placement of the operand, which dims that the constraint leaves to the compiler keep.
+    """
+    placement, open_dims = placement_of(params["sharding"], len(operand_placement)), params.get("unconstrained_dims")
+    if not open_dims:
+        return placement
+    used_axes = {axis for axes in placement for axis in axes}
+    kept_placement = without_axes(used_axes, operand_placement)
+    return tuple(kept_placement[dim] if dim in open_dims else axes for dim, axes in enumerate(placement))
+
+
 def without_axes(removed_axes: Collection[str], placement: Placement) -> Placement:
     """Return a placement without some mesh axes."""
     return tuple(tuple(axis for axis in axes if axis not in removed_axes) for axes in placement)

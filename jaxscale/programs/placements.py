@@ -17,6 +17,7 @@ from typing import Any
 from jaxscale.programs.dims import (
     Axes,
     Placement,
+    constraint_placement,
     dim_links,
     gathered_placement,
     in_host_memory,
@@ -25,7 +26,6 @@ from jaxscale.programs.dims import (
     local_bytes,
     local_shape,
     part_counts,
-    placement_of,
     shape_of,
     summed_dim_pairs,
     without_axes,
@@ -304,7 +304,7 @@ def _output_placements(operation: Operation, index: int, placements: Placements)
         _operand_avals(operation, placements),
         _operand_placements(operation, placements),
     )
-    kind, avals = operation.kind, placements.program.avals
+    kind = operation.kind
     if kind in ("scan", "while"):
         output_placements = _place_loop(operation, index, operand_placements, placements)
         if operation.manual_axes:  # slots and sums of a pipelined step start as zeros, placed as in the loop
@@ -315,7 +315,7 @@ def _output_placements(operation: Operation, index: int, placements: Placements)
             }
         return output_placements
     if kind == "sharding_constraint":
-        return [placement_of(operation.params["sharding"], len(avals[operation.outputs[0]].shape))]
+        return [constraint_placement(operation.params, operand_placements[0])]
     if operation.branches:
         return _place_branches(operation, index, operand_placements, placements)
     if kind == "enter":

@@ -39,7 +39,8 @@ def propagate(
         return {value_number: ((),) * rank for value_number, rank in enumerate(ranks)}
     linked_by_value_dim: dict[ValueDim, list[ValueDim]] = {}
     axes_by_value_dim: dict[ValueDim, Axes] = {}
-    numbers_and_placements = list(known_placements.items())  # of each value with a known placement
+    # of each value with a known placement: its number, the placement, and the dims that the compiler places
+    numbers_and_placements = [(value_number, placement, ()) for value_number, placement in known_placements.items()]
     for step in program.steps:
         if step.primitive != "sharding_constraint":
             for first_value_dim, second_value_dim in _linked_value_dims(step, program):
@@ -47,14 +48,20 @@ def propagate(
                 linked_by_value_dim.setdefault(second_value_dim, []).append(first_value_dim)
         elif (output := step.outputs[0]) is not None:
             placement = placement_of(step.eqn.params["sharding"], ranks[output])
-            numbers_and_placements.append((output, placement))
+            open_dims = step.eqn.params.get("unconstrained_dims") or ()
+            numbers_and_placements.append((output, placement, open_dims))
             operand = step.inputs[0]
             for dim, axes in enumerate(placement):
                 if axes and isinstance(operand, int):  # placed like the result, unless the constraint gathers it
                     linked_by_value_dim.setdefault((output, dim), []).append((operand, dim))
+                elif dim in open_dims and isinstance(operand, int):
+                    linked_by_value_dim.setdefault((output, dim), []).append((operand, dim))
+                    linked_by_value_dim.setdefault((operand, dim), []).append((output, dim))
     pending_value_dims: deque[ValueDim] = deque()
-    for value_number, placement in numbers_and_placements:
+    for value_number, placement, open_dims in numbers_and_placements:
         for dim, axes in enumerate(placement):
+            if dim in open_dims:
+                continue
             axes_by_value_dim[value_number, dim] = tuple(axis for axis in axes if axis_sizes.get(axis, 1) > 1)
             pending_value_dims.append((value_number, dim))
     while pending_value_dims:

@@ -230,6 +230,16 @@ class PureModel:
         paths = [path for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Not(_RANDOM_OR_PARAM)))]
         return tuple("/".join(map(str, path)) for path in paths)
 
+    @functools.cached_property
+    def has_foreign_layers(self) -> bool:
+        """Whether a module that is not of this package has parameters of its own."""
+        module = nnx.merge(self.graphdef, self.abstract_module_params, self.abstract_model_state)
+        return any(
+            isinstance(variable, nnx.Param) and not type(node).__module__.startswith("jaxscale.")
+            for _, node in nnx.iter_graph(module)
+            for variable in getattr(node, "__dict__", {}).values()
+        )
+
     def random_state(self) -> Params:
         """Return the other state of a model without statistics, in which each random stream has a fixed key."""
 

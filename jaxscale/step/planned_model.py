@@ -28,6 +28,7 @@ from jaxscale.state.layout import Layout
 from jaxscale.state.pure_model import PureModel
 from jaxscale.state.train_state import TrainState
 from jaxscale.step.host import streamed_weights
+from jaxscale.step.split_rows import with_split_rows
 from jaxscale.typing import Array, Batch, Float, Key, Params, PyTree
 
 R = TypeVar("R")
@@ -67,8 +68,15 @@ class PlannedModel:
             jax.default_matmul_precision(matmul_precision) if matmul_precision else contextlib.nullcontext(),
             place.layout(self.layout.mesh, self.layout.rules),
             blocks.treating(self._treatment(is_forward_only)),
+            blocks.adapting(with_split_rows if self._splits_rows else None),
         ):
             yield
+
+    @property
+    def _splits_rows(self) -> bool:
+        """Return whether products of a user's own layers are placed, so that XLA gathers the weights of ZeRO 3."""
+        are_weights_split = self.plan.zero == 3 and self.plan.pipeline is None and self.layout.mesh.shape["fsdp"] > 1
+        return are_weights_split and self.pure_model.has_foreign_layers
 
     def _treatment(self, is_forward_only: bool) -> blocks.Treatment:
         """Return how blocks run, with their weights and residuals on the host if the plan places them there."""

@@ -12,6 +12,7 @@ from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.state.batches import batch_shapes
 from jaxscale.step.build import build
+from jaxscale.trees import named_leaves
 from tests.tiers import variants
 from tests.traced_once import estimate
 
@@ -91,6 +92,20 @@ def test_zero_splits_what_it_says(planned):
     assert stages[1]["optimizer state"] == pytest.approx(stages[0]["optimizer state"] / 4, rel=0.01)
     assert stages[3]["parameters"] == pytest.approx(stages[0]["parameters"] / 4, rel=0.01)
     assert sum(stages[3].values()) < sum(stages[2].values()) <= sum(stages[1].values()) < sum(stages[0].values())
+
+
+def test_new_weights_of_blocks_are_gathered_beside_the_old_ones_on_gpus_that_hide_latency(planned):
+    def gathered(platform, **fields):
+        end = estimate(planned(**fields), platform).timeline.moments[-1]
+        return sum(item.bytes for item in end.items if item.kind == "gathered weights")
+
+    step = described_step(planned(zero=2), Platform.parse("gpu h100 x 4"))
+    blocks = [leaf for name, leaf in named_leaves(step.layout.abstract.params).items() if name.startswith("blocks/")]
+    split_bytes = sum(leaf.size * 4 for leaf in blocks if leaf.ndim == 3)  # norms are split too, but are small
+    assert gathered("gpu h100 x 4", zero=2) == pytest.approx(split_bytes * 5 / 4, rel=0.02)
+    assert gathered("gpu h100 x 4", zero=2) == gathered("gpu h100 x 4", zero=1)
+    assert gathered("gpu a100-40 x 4", zero=2) == gathered(V5E, zero=2) == 0
+    assert gathered("gpu h100 x 4", zero=3) == gathered("gpu h100 x 4", zero=2, precision="bfloat16") == 0
 
 
 def test_a_chunked_loss_holds_a_chunk(planned):
