@@ -51,6 +51,8 @@ SCHEDULE_SHARE = 0.1
 """Share of the combinations in which a function returns the learning rate."""
 WINDOWS_SHARE = 0.2
 """Share of the combinations in which every other block attends within a window, so that blocks repeat in cycles."""
+OWN_LAYERS_SHARE = 0.25
+"""Share of the combinations in which the feed-forward layers are a user's own, whose activations nothing places."""
 GROUPS = '{"mlp": {"name": "sgd", "momentum": 0.9, "learning_rate": 0.01}}'
 SGD = {
     "optimizer.name": "sgd",
@@ -75,6 +77,7 @@ class Draw:
         batch: rows of the global batch; `None`: what `rows` comes to.
         has_own_schedule: the learning rate is what a function returns, which falls from that of the draw.
         has_windows: every other block attends within a window.
+        has_own_layers: the feed-forward layers are a user's own.
     """
 
     techniques: tuple[tuple[str, str], ...]
@@ -86,6 +89,7 @@ class Draw:
     batch: int | None = None
     has_own_schedule: bool = False
     has_windows: bool = False
+    has_own_layers: bool = False
 
     @property
     def plan(self) -> dict[str, str]:
@@ -101,6 +105,7 @@ class Draw:
         flags = " ".join(f"--{path.replace('_', '-')} {text}" for path, text in self.techniques)
         extras = f"length {self.length}, rows {self.rows}"
         extras += ", own schedule" * self.has_own_schedule + ", windows" * self.has_windows
+        extras += ", own layers" * self.has_own_layers
         extras += ", packed" * self.packed + f", dropout {self.dropout}" * (self.dropout > 0)
         return f"{flags} ({extras})"
 
@@ -160,7 +165,9 @@ def draw(seed: int, index: int) -> Draw:
         changed = tuple((path, value.replace(word, text)) for path, value in changed)
     one = dataclasses.replace(one, techniques=changed)
     has_windows = random.Random(f"{seed}/{index}/windows").random() < WINDOWS_SHARE
-    return dataclasses.replace(one, has_windows=has_windows and _may_cycle(one.plan))
+    has_own_layers = random.Random(f"{seed}/{index}/own layers").random() < OWN_LAYERS_SHARE
+    has_windows = has_windows and _may_cycle(one.plan)
+    return dataclasses.replace(one, has_windows=has_windows, has_own_layers=has_own_layers)
 
 
 def _may_cycle(plan: Mapping[str, str]) -> bool:

@@ -15,7 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from composing.draws import LAYERS, WIDTH, Draw
+from flax import nnx
 
+from jaxscale.blocks import Context
+from jaxscale.layers.mlp import MLP
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
@@ -99,6 +102,32 @@ class Trained:
     run_seconds: float
 
 
+class OwnFeedForward(nnx.Module):
+    """A user's feed-forward layer: the weights of one of jaxscale's, and products whose results nothing places."""
+
+    def __init__(self, mlp: MLP) -> None:
+        self.gate, self.up, self.down = mlp.gate.weight, mlp.up.weight, mlp.down.weight
+        self.dropout = mlp.dropout
+
+    def __call__(self, x: jax.Array, *, context: Context) -> jax.Array:
+        """The layer's output, without the residual."""
+        gate, up, down = (weight[...].astype(x.dtype) for weight in (self.gate, self.up, self.down))
+        return self.dropout((jax.nn.silu(x @ gate) * (x @ up)) @ down, context)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnDecoder(Decoder):
+    """A decoder with a user's own feed-forward layers."""
+
+    def build(self, rngs: nnx.Rngs, *, vocab_multiple: int = 1) -> Any:
+        """The decoder's module, with these layers."""
+        module = super().build(rngs, vocab_multiple=vocab_multiple)
+        for name in module.blocks.group_names:
+            layers = getattr(module.blocks, name)
+            layers.mlp = OwnFeedForward(layers.mlp)
+        return module
+
+
 def rows_of(draw: Draw) -> int:
     """Rows of the global batch: so many of each device and microbatch."""
     if draw.batch is not None:
@@ -114,7 +143,8 @@ def rows_of(draw: Draw) -> int:
 
 def experiment_of(draw: Draw) -> Experiment:
     """What every twin of a draw trains."""
-    model = Decoder(
+    make = OwnDecoder if draw.has_own_layers else Decoder
+    model = make(
         vocab=VOCAB,
         context=draw.length,
         layers=LAYERS,

@@ -11,6 +11,7 @@ of weight 0. A coupling that does not show in the batch is not detected, such as
 reached. Batch statistics in training are not measured, because the model runs as in evaluation.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -18,7 +19,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxscale.blocks import Loss
+from jaxscale.blocks import Context, Loss
 from jaxscale.errors import UserError
 from jaxscale.model_traits import ModelTraits
 from jaxscale.models.scores import RowParts, rows_in_parts
@@ -96,6 +97,11 @@ class Coupling:
         self._declared_over = "rows" if is_jaxscale_model else traits.over
         self._measured_difference: float | None = None
 
+    @property
+    def _context(self) -> Context:
+        """The settings of a measured pass: without low-bit products, whose scales all rows of an array share."""
+        return dataclasses.replace(self._planned.context(None), matmul=None)
+
     def check(self, make_module: Callable[[], nnx.Module], batch: Batch) -> None:
         """Refuse a plan that computes the loss of parts of a batch if the loss couples rows.
 
@@ -143,7 +149,7 @@ class Coupling:
         @functools.partial(jax.jit, static_argnames="part_count")
         def loss_of_parts(variables: Params, batch: Batch, part_count: int) -> Loss:
             with rows_in_parts(RowParts(None, part_count)):
-                return planned.loss(nnx.merge(graphdef, variables), batch, planned.context(None))
+                return planned.loss(nnx.merge(graphdef, variables), batch, self._context)
 
         whole_loss, parts_loss = (
             float(loss_of_parts(variables, batch, part_count).total) for part_count in (1, replica_count)
@@ -176,7 +182,7 @@ class Coupling:
             @jax.jit
             def loss_of_rows(variables: Params, batch: Batch, row_indices: Array) -> Loss:
                 chosen_batch = {name: array[row_indices] for name, array in batch.items()}
-                return planned.loss(nnx.merge(graphdef, variables), chosen_batch, planned.context(None))
+                return planned.loss(nnx.merge(graphdef, variables), chosen_batch, self._context)
 
             row_count = len(next(iter(batch.values())))
             self._measured_difference = second_difference(

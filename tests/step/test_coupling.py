@@ -3,6 +3,7 @@
 Every loss is refused by default; one, the contrastive, is trained.
 """
 
+import dataclasses
 import random
 
 import jax
@@ -14,6 +15,7 @@ from flax import nnx
 from jaxscale import Experiment, Optimizer, build
 from jaxscale.data import Arrays
 from jaxscale.errors import UserError
+from jaxscale.models.decoder import Decoder
 from jaxscale.models.foreign import ForeignModel
 from jaxscale.training.evaluate import held_out_means
 from tests.plans import plan_of
@@ -212,6 +214,20 @@ def test_a_whole_batch_has_the_contrastive_loss_of_plain_code(fields):
 def test_sums_over_rows_and_batch_statistics_are_trained(cut, options):
     step = step_of(**{"score": distance, **options}, **CUTS[cut])
     _, metrics = step(step.init(), step.place(arrays()))
+    assert np.isfinite(float(metrics["loss"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnDecoder(Decoder):
+    """A model of the user's own, so that its loss is measured."""
+
+
+def test_low_bit_products_whose_scales_rows_share_do_not_couple_them():
+    model = OwnDecoder(vocab=64, context=16, layers=1, embed=32, heads=2, mlp=64, init_std=0.5)
+    experiment = Experiment("fp8", model, None, Optimizer(), steps=2, batch=8)
+    step = build(experiment, plan_of(mesh="1", microbatches=2, matmul="fp8"))
+    tokens = np.random.default_rng(0).integers(0, 64, (8, 17)).astype("int32")
+    _, metrics = step(step.init(), step.place({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}))
     assert np.isfinite(float(metrics["loss"]))
 
 

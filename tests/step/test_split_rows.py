@@ -47,7 +47,7 @@ def specs_of(block, x, mesh="data:2,fsdp:2", weight_shape=(6, 10)):
         (lambda w, s, x: x @ w, (8, 5, 6), "data:2,fsdp:2", [P(("data", "fsdp"), OPEN, OPEN)]),
         (lambda w, s, x: jnp.einsum("btd,df->tbf", x, w), (8, 5, 6), "fsdp:4", [P(OPEN, "fsdp", OPEN)]),
         (lambda w, s, x: x.transpose(1, 0, 2) @ w, (8, 5, 6), "fsdp:4", [P(OPEN, "fsdp", OPEN)]),
-        (lambda w, s, x: jax.nn.gelu(x @ w) @ w.T, (8, 6), "fsdp:2", [P("fsdp", OPEN)] * 2),
+        (lambda w, s, x: jax.nn.gelu(x @ w) @ w.T, (12, 6), "fsdp:2", [P("fsdp", OPEN)] * 2),
         (lambda w, s, x: x.reshape(40, 6) @ w, (8, 5, 6), "fsdp:2", [P("fsdp", OPEN)]),
         (lambda w, s, x: x.reshape(40, 6) @ w, (8, 5, 6), "fsdp:2,sequence:2", []),  # rows and positions in one dim
         (lambda w, s, x: x[:, :5] @ w, (8, 5, 6), "fsdp:2,sequence:2", [P("fsdp", OPEN, OPEN)]),
@@ -56,6 +56,10 @@ def specs_of(block, x, mesh="data:2,fsdp:2", weight_shape=(6, 10)):
         (lambda w, s, x: x @ w, (6, 5, 6), "fsdp:4", []),  # the axis does not divide the rows
         (lambda w, s, x: x @ w, (8, 5, 6), "tensor:2", []),
         (lambda w, s, x: x @ w, (0, 5, 6), "fsdp:2", []),
+        (lambda w, s, x: x @ w, (10, 6), "fsdp:2", [P("fsdp", OPEN)]),  # as many elements as the weight
+        (lambda w, s, x: x @ w, (8, 6), "fsdp:2", []),  # fewer than the weight
+        (lambda w, s, x: x @ w, (16, 6), "data:2,fsdp:2", []),  # fewer in each group of devices with the same rows
+        (lambda w, s, x: x + x @ x.T @ x, (10, 6), "fsdp:2", []),  # no weight
     ],
 )  # fmt: skip
 def test_products_with_rows_are_placed_by_them(block, x_shape, mesh, expected):
@@ -77,7 +81,7 @@ def test_names_and_results_stay_and_nothing_is_placed_outside_of_a_layout():
     def block(w, state, x):
         return {"y": checkpoint_name(x @ w, "hidden")}, state
 
-    x = jnp.arange(48.0).reshape(8, 6)
+    x = jnp.arange(96.0).reshape(16, 6)
     assert specs_of(block, x, "fsdp:2") == [P("fsdp", OPEN)]
     with place.layout(MeshSpec.parse("fsdp:2").build(), AxisRules()):
         jaxpr = jax.make_jaxpr(with_split_rows(block))(jnp.ones((6, 10)), (), x)
@@ -131,7 +135,7 @@ def squared_errors(module, batch):
 
 def experiment_of(layer=OwnLayer, **fields):
     model = ForeignModel(functools.partial(Net, layer=layer), squared_errors)
-    rows = jax.random.normal(jax.random.key(0), (4 * ROWS, 4, WIDTH))
+    rows = jax.random.normal(jax.random.key(0), (4 * ROWS, 32, WIDTH))
     data = Arrays({"x": jax.device_get(rows), "y": jax.device_get(rows[:, ::-1])})
     optimizer = Optimizer(learning_rate=1e-2, warmup=0)
     return Experiment("own", model, data, optimizer, steps=4, batch=ROWS, plan=plan_of(**fields))
@@ -145,7 +149,7 @@ def row_constraints(step, batch):
 
 @pytest.fixture(scope="module")
 def batch():
-    rows = jax.device_get(jax.random.normal(jax.random.key(1), (ROWS, 4, WIDTH)))
+    rows = jax.device_get(jax.random.normal(jax.random.key(1), (ROWS, 32, WIDTH)))
     return {"x": rows, "y": rows[:, ::-1]}
 
 
