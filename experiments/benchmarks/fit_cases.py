@@ -38,6 +38,9 @@ fresh other models: the same with a fourth seed, compiled after estimates had st
 fresh GPU: steps on GPUs with another seed, of the models of the designs "sized" and "other models", compiled after a
     rule for stacks of gradients there.
 fresh TPU: the same on TPUs, compiled after a rule for probabilities on v4 and v5p.
+outside, outside pipelined: models, machines and meshes that are in no design above, together.
+further outside: the same as "outside" with another seed, compiled after the rules that were read off it.
+float32 GPU: steps in float32 under ZeRO 1 and 2 on H100, H200 and B200, compiled after a rule for gathered weights there.
 
 Steps on which XLA:GPU fails with its own matrix products were compiled with a library's, which pad their operands.
 Their errors are printed apart, and count neither for a design nor for a margin.
@@ -223,6 +226,14 @@ OUTSIDE_PIPELINED_FACTORS = PIPELINED_FACTORS | {
 }  # fmt: skip
 """The values of each factor of the design "outside pipelined"."""
 
+FLOAT32_GPU_FACTORS = OUTSIDE_FACTORS | {
+    "model": (*FRESH_GPU_FACTORS["model"], *OUTSIDE_FACTORS["model"]),
+    "platform": ("gpu h100 x 8", "gpu h100 x 16", "gpu h200 x 8", "gpu h200 x 16", "gpu b200 x 8", "gpu b200 x 16"),
+    "zero": ("1", "2"),
+    "format": ("precision=float32",),
+}
+"""The values of each factor of the design "float32 GPU"."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -329,11 +340,14 @@ DESIGNS = {
     "fresh TPU": Design(FRESH_TPU_FACTORS, 2047, 12),
     "outside": Design(OUTSIDE_FACTORS, 2048, 24),
     "outside pipelined": Design(OUTSIDE_PIPELINED_FACTORS, 2049, 12),
+    "further outside": Design(OUTSIDE_FACTORS, 2050, 18),
+    "float32 GPU": Design(FLOAT32_GPU_FACTORS, 2051, 10),
 }
 UNSEEN = (
     "unseen", "unseen usual", "unseen 7x", "unseen pipelined", "unseen pipelined TPU", "float32 pipelined",
     "other models", "other models pipelined", "asynchronous", "more other models",
     "newest other models", "fresh other models", "fresh GPU", "fresh TPU", "outside", "outside pipelined",
+    "further outside", "float32 GPU",
 )  # fmt: skip
 """The designs on whose cases nothing had been fitted when they were compiled. `fit` prints their errors by the kind of
 step (`accuracy.StepKind`) and of platform."""

@@ -170,7 +170,7 @@ def holds_weight_copies(chip: Chip, plan: Plan) -> bool:
     """Return whether a step may hold several copies of whole weights at once, of which the estimate assumes a number.
 
     Under ZeRO 1 and 2 without microbatches, XLA for a TPU 7x copies gathered weights of two-byte types to other tiles,
-    of some ahead of time. On GPUs, XLA gathers all new weights of float32 plans before it overwrites the old ones.
+    of some ahead of time.
 
     Args:
         chip: chip that the step would run on.
@@ -178,15 +178,11 @@ def holds_weight_copies(chip: Chip, plan: Plan) -> bool:
 
     Example:
         >>> from jaxscale.platforms.platform import Platform
-        >>> h100, plan = Platform.parse("gpu h100").chip, Plan(zero=2)
-        >>> holds_weight_copies(h100, plan)
-        True
+        >>> plan = Plan(zero=2, precision="bfloat16")
+        >>> [holds_weight_copies(Platform.parse(name).chip, plan) for name in ("tpu 7x:2x2x1", "gpu h100")]
+        [True, False]
     """
-    if plan.zero not in (1, 2):
-        return False
-    if plan.precision == "float32":
-        return chip.kind == "gpu"
-    return chip.name == "7x" and plan.microbatches == 1
+    return chip.name == "7x" and plan.zero in (1, 2) and plan.precision != "float32" and plan.microbatches == 1
 
 
 def is_usual(chip: Chip, plan: Plan, optimizer: Optimizer) -> bool:
