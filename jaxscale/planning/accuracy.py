@@ -159,18 +159,18 @@ def kind_of(
     """
     if plan.pipeline is not None:
         return "asynchronous" if plan.asynchronous else "pipelined"
-    if not has_regular_blocks:
-        return "irregular"
     if holds_weight_copies(chip, plan):
         return "gathered"
+    if not has_regular_blocks:
+        return "irregular"
     return "usual" if slices == 1 and is_usual(chip, plan, optimizer) else "any"
 
 
 def holds_weight_copies(chip: Chip, plan: Plan) -> bool:
-    """Return whether a step may hold several copies of whole weights at once, of which the estimate assumes a number.
+    """Return whether a step may hold several copies of whole weights at once, whose number the estimate assumes.
 
     Under ZeRO 1 and 2 without microbatches, XLA for a TPU 7x copies gathered weights of two-byte types to other tiles,
-    of some ahead of time.
+    some of them ahead of time.
 
     Args:
         chip: chip that the step would run on.

@@ -128,6 +128,7 @@ class Arrays:
         self._stacked_outputs = set() if first_stacked_index is None else set(program.outputs[first_stacked_index:])
         self._stacked_outputs |= regions.reshaped_outputs(program, NAME_KEEPERS) if is_branch else set()
         self._literals: set[int] = set()
+        self._zeros: set[int] = set()
         self._summands: dict[int, frozenset[int]] = {}  # sources of each array that `jax.checkpoint` keeps
         self._caller_values = set(program.inputs) if self.is_inner or regions.tick_loops(program) else set()
         self._producer_by_value = {value: operation for operation in program.operations for value in operation.outputs}
@@ -183,19 +184,19 @@ class Arrays:
         """Return whether the results of an operation are stored as arrays, whatever reads them."""
         if operation.kind in SCATTERS and _changes_one_per_row(operation, self.program):
             return False
-        if self._is_padding(operation):
+        if self._is_update_of_zeros(operation):
             return False
         if operation.kind in ("sharding_constraint", "enter"):  # they may gather shards
             operand, result = operation.inputs[0], operation.outputs[0]
             return operand is not None and self._bytes_of(result) > self._bytes_of(operand)
         return operation.kind in ARRAY_PRODUCERS or operation.kind.startswith("reduce_")
 
-    def _is_padding(self, operation: Operation) -> bool:
+    def _is_update_of_zeros(self, operation: Operation) -> bool:
         """Return whether an operation writes into zeros only to add the result, such as a layer's gradient in a cycle.
 
         XLA for TPUs writes the gradient into the sum.
         """
-        is_update = operation.kind == "dynamic_update_slice" and operation.inputs[0] in self._literals
+        is_update = operation.kind == "dynamic_update_slice" and operation.inputs[0] in self._zeros
         if not is_update or self.compiler.product_fusion == "no":
             return False
         readers = [self.program.operations[index] for index in self.program.readers.get(operation.outputs[0], ())]
@@ -224,6 +225,8 @@ class Arrays:
         if not self.is_inner:
             in_place_values |= self._aliased_results(operation)
         self._caller_values |= in_place_values
+        if operation.kind == "broadcast_in_dim" and operation.literals.get(0, 1) == 0:
+            self._zeros.update(operation.outputs)
         if operation.kind == "broadcast_in_dim" or operation.kind in ELEMENTWISE:
             self._literals.update(operation.outputs if self._literals.issuperset(operands) else ())
         if operation.kind == "reduce_precision":
@@ -274,8 +277,7 @@ class Arrays:
 
     def _result_bytes(self, operation: Operation, value: int) -> int:
         """Return the bytes of a result as an array. A product is stored in the type to which its readers convert it."""
-        repetition_count = 1 if operation.loop_body is None else _repetition_count(operation, value)
-        result_bytes = self._bytes_of(value) // repetition_count
+        result_bytes = self._bytes_of(value)
         if self.compiler.rounds_operands and is_rounded(value, self.program):
             # a loop over microbatches reads a weight in bfloat16, and the update reads it in float32
             return result_bytes * 3 // 2 if operation.kind == tiles.RETILE else result_bytes // 2
@@ -461,22 +463,6 @@ def has_rings(axis_sizes: Mapping[str, int]) -> bool:
         (True, False)
     """
     return axis_sizes.get("fsdp", 1) > 2 and max(axis_sizes.get(axis, 1) for axis in ("data", "replica")) == 1
-
-
-def _repetition_count(loop: Operation, result: int) -> int:
-    """Return how often a loop's stacked result repeats each element, such as a mask that is broadcast over rows.
-
-    XLA repeats the elements where they are read.
-    """
-    body, output_index = loop.loop_body, loop.outputs.index(result)
-    assert body is not None
-    if output_index < len(carries(loop)):
-        return 1
-    output = body.outputs[output_index]
-    producer = next((op for op in body.operations if output in op.outputs), None)
-    if output is None or producer is None or producer.kind != "broadcast_in_dim" or producer.inputs[0] is None:
-        return 1
-    return max(1, body.avals[output].size // max(1, body.avals[producer.inputs[0]].size))
 
 
 def _scattered_sums(program: FlatProgram) -> set[int]:

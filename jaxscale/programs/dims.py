@@ -5,7 +5,7 @@ A dim of an operand corresponds to the dim of the result that has the same eleme
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -191,6 +191,32 @@ def gathered_placement(
     )
 
 
+def gathered_bytes(
+    params: Any,
+    operand_avals: Sequence[Any],
+    operand_placements: Sequence[Placement],
+    summed_axes: Collection[str],
+    bytes_of: Callable[[Any, Placement], int],
+) -> int:
+    """Return the bytes of a matrix product's operands that are gathered because the other operand uses their axes.
+
+    Args:
+        params: parameters of the product's equation.
+        operand_avals: abstract values of both operands.
+        operand_placements: placements of both operands.
+        summed_axes: mesh axes that split a summed dim of both operands.
+        bytes_of: function from an abstract value and a placement to the bytes per device.
+    """
+    total_bytes = 0
+    for side, other_side in ((0, 1), (1, 0)):  # indices of an operand and of the other operand
+        placement = gathered_placement(params, operand_placements, side, summed_axes)
+        if placement != operand_placements[side] and any("fsdp" in axes for axes in operand_placements[side]):
+            operand_bytes = bytes_of(operand_avals[side], placement)
+            if operand_bytes <= bytes_of(operand_avals[other_side], operand_placements[other_side]):
+                total_bytes += operand_bytes
+    return total_bytes
+
+
 def _broadcast_links(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
     """Yield the corresponding dims of a broadcast: those that keep their size."""
     for dim, result_dim in enumerate(map(int, params["broadcast_dimensions"])):
@@ -251,6 +277,14 @@ def _convolution_links(params: Any, operand_shapes: Any, result_shape: Shape) ->
     yield 1, dim_numbers.rhs_spec[0], dim_numbers.out_spec[1]
 
 
+def _scatter_links(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+    """Yield the corresponding dims of a reduce-scatter; one that is not tiled removes the scattered dim."""
+    scattered_dim, is_removed = params["scatter_dimension"], not params["tiled"]
+    for dim in range(len(operand_shapes[0])):
+        if not (is_removed and dim == scattered_dim):
+            yield 0, dim, dim - (is_removed and dim > scattered_dim)
+
+
 _reduction_links = partial(_removal_links, "axes")
 _RULES: Mapping[str, Any] = {
     "broadcast_in_dim": _broadcast_links,
@@ -261,5 +295,6 @@ _RULES: Mapping[str, Any] = {
     **dict.fromkeys(["argmax", "argmin"], _reduction_links),
     "dot_general": _product_links,
     "conv_general_dilated": _convolution_links,
+    "reduce_scatter": _scatter_links,
 }
 """For each primitive, a function that yields the links from the params, operand shapes and result shape."""

@@ -19,7 +19,7 @@ from jaxscale.programs.dims import (
     Placement,
     constraint_placement,
     dim_links,
-    gathered_placement,
+    gathered_bytes,
     in_host_memory,
     joined_placement,
     links_of,
@@ -143,6 +143,7 @@ def place(
             _place_product_operands(operation, placements)
         elif operation.kind in LOOPS:
             _place_loop_state(operation, index, placements)
+            _place_stacks(operation, index, placements)
         elif operation.kind in ("enter", "leave"):
             _place_operand_across_region(operation, placements)
         elif operation.branches:
@@ -224,8 +225,8 @@ def _place_operand_across_region(operation: Operation, placements: Placements) -
     On a GPU, the gradient of a table that leaves a region was whole in a compiled step, on TPUs it was split.
     """
     value, placement = operation.inputs[0], placements.by_value[operation.outputs[0]]
-    is_on_gpu = placements.tiles is None
-    if value is None or value in placements.fixed_values or (operation.kind == "leave" and is_on_gpu):
+    is_untiled = placements.tiles is None
+    if value is None or value in placements.fixed_values or (operation.kind == "leave" and is_untiled):
         return
     if operation.kind == "enter":
         placement = joined_placement(dim_axes(operation.params["spec"], len(placement)), placement)
@@ -235,7 +236,7 @@ def _place_operand_across_region(operation: Operation, placements: Placements) -
 
 
 def _place_branches_again(operation: Operation, index: int, placements: Placements) -> None:
-    """Place the branches of a `cond` again if readers need its results in other placements than all branches return."""
+    """Place the branches of a `cond` again if a branch returns a result in another placement than its readers need."""
     branch_placements = placements.branch_placements[index]
     output_placements = [placements.by_value[value] for value in operation.outputs]
     has_new_placements = any(
@@ -248,7 +249,7 @@ def _place_branches_again(operation: Operation, index: int, placements: Placemen
     placements.branch_placements[index] = tuple(
         place(
             placed.program,
-            [placed.by_value[value] for value in placed.program.inputs],
+            _operand_placements(operation, placements)[1:],  # the first operand selects the branch
             placed.axis_sizes,
             tiles=placed.tiles,
             output_placements=output_placements,
@@ -278,6 +279,23 @@ def _place_loop_state(operation: Operation, index: int, placements: Placements) 
                 placements.by_value[value] = max(
                     placements.by_value[value], placement, key=partial(_shard_count, placements)
                 )
+
+
+def _place_stacks(operation: Operation, index: int, placements: Placements) -> None:
+    """Place stacks that a loop reads element by element, such as masks, like the results of these reads.
+
+    Only stacks that another loop returns, and that nothing else splits, are placed.
+    """
+    body, by_value = operation.loop_body, placements.loop_placements[index].by_value
+    assert body is not None
+    stacks = loop_parts(operation, operation.inputs)[2]
+    loop_results = {value for op in placements.program.operations if op.kind == "scan" for value in op.outputs}
+    for stack, row in zip(stacks, body.inputs[len(body.inputs) - len(stacks) :], strict=True):
+        if stack not in loop_results or any(placements.by_value[stack]):
+            continue
+        for reader in (body.operations[reader_index] for reader_index in body.readers.get(row, ())):
+            if reader.kind in ELEMENTWISE and shape_of(body.avals[row]) == shape_of(body.avals[reader.outputs[0]]):
+                _split_further(stack, ((), *by_value[reader.outputs[0]]), placements)
 
 
 def _place_product_operands(operation: Operation, placements: Placements) -> None:
@@ -337,8 +355,8 @@ def _output_placements(operation: Operation, index: int, placements: Placements)
         for axis in left_placement[left_dim]
         if axis in right_placement[right_dim]
     }
-    placements.gathered_bytes[index] = _gathered_bytes(
-        operation, operand_avals, operand_placements, summed_axes, placements
+    placements.gathered_bytes[index] = gathered_bytes(
+        operation.params, operand_avals, operand_placements, summed_axes, placements.bytes_of
     )
     if "fsdp" in summed_axes:
         placements.summed_products.add(index)
@@ -477,24 +495,3 @@ def _place_branches(
             max(branch_output_placements, key=partial(_shard_count, placements), default=unsharded_placement)
         )
     return output_placements
-
-
-def _gathered_bytes(
-    operation: Operation,
-    operand_avals: Sequence[Any],
-    operand_placements: Sequence[Placement],
-    summed_axes: set[str],
-    placements: Placements,
-) -> int:
-    """Return the bytes of a matrix product's operands that are gathered because the other operand uses their axes.
-
-    `summed_axes` are the mesh axes that split a summed dim of both operands.
-    """
-    gathered_bytes = 0
-    for side, other_side in ((0, 1), (1, 0)):  # indices of an operand and of the other operand
-        placement = gathered_placement(operation.params, operand_placements, side, summed_axes)
-        if placement != operand_placements[side] and any("fsdp" in axes for axes in operand_placements[side]):
-            operand_bytes = placements.bytes_of(operand_avals[side], placement)
-            if operand_bytes <= placements.bytes_of(operand_avals[other_side], operand_placements[other_side]):
-                gathered_bytes += operand_bytes
-    return gathered_bytes

@@ -297,14 +297,18 @@ def test_gradients_of_a_cycle_s_layers_are_written_into_their_sum_on_a_tpu(fuses
     assert sorted(arrays_of(sum_of_gradients, X, fuses=fuses).array_bytes.values()) == stored
 
 
-def test_a_mask_that_a_loop_stacks_is_stored_before_it_is_repeated():
-    def masks(x):
-        def mask(state, row):
-            return state, jnp.broadcast_to(row < 0, (8, 32))
+def test_only_updates_of_zeros_are_written_into_their_sum():
+    def sum_of_updates(x, fill):
+        first, second = (
+            jax.lax.dynamic_update_slice(jnp.full((2, 32, 32), fill), (x @ x)[None], (layer, 0, 0)) for layer in (0, 1)
+        )
+        return first + second
 
-        return jax.lax.scan(mask, None, x)[1]
-
-    assert list(arrays_of(masks, X).array_bytes.values()) == [32 * 32]  # of 8 * 32 * 32 booleans
+    stored = {
+        fill: sum(arrays_of(lambda x, fill=fill: sum_of_updates(x, fill), X, fuses="all").array_bytes.values())
+        for fill in (0.0, 1.0, -jnp.inf)
+    }
+    assert stored[0.0] < stored[1.0] == stored[-jnp.inf]
 
 
 def test_a_scatter_of_one_element_a_row_is_an_expression():

@@ -194,9 +194,63 @@ def test_a_sum_over_branches_is_placed_like_the_array_that_it_leaves_a_region_fo
     ]
     assert [placed.by_value[value] for placed, value in scattered_values] == [(("tensor",), ())]
     assert loop.by_value[loop.program.outputs[0]] == (("tensor",), ())
+    (untiled_loop,) = place(program, [((), ()), ((),)], dict(mesh.shape)).loop_placements.values()
+    assert untiled_loop.by_value[untiled_loop.program.outputs[0]] == ((), ())  # as XLA for GPUs leaves it
 
 
-def test_a_scattered_sum_without_the_scattered_dim_leaves_its_operand_as_it_is():
+def test_branches_that_are_placed_again_read_their_operands_where_readers_put_them():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("pipe", "tensor"))
+    weight = jnp.ones((8, 8))
+
+    def step(x, index):
+        def part(x, index):
+            y = jnp.sin(x)
+            branches = (lambda a: (jnp.tanh(a @ weight) @ weight, a * 2), lambda a: (a, a))
+            z, doubled = jax.lax.cond(index[0] > 0, *branches, y)
+            return jax.lax.psum(y, "pipe"), jax.lax.psum(doubled, "pipe"), z[None]
+
+        run = jax.shard_map(
+            part, mesh=mesh, in_specs=(P(), P()), out_specs=(P(), P(), P("pipe")), axis_names={"pipe"}, check_vma=False
+        )
+        y, doubled, z = run(x, index)
+        rows, columns = (NamedSharding(mesh, spec) for spec in (P("tensor"), P(None, "tensor")))
+        return jax.lax.with_sharding_constraint(y, rows), jax.lax.with_sharding_constraint(doubled, columns), z
+
+    program = flatten(jax.make_jaxpr(step)(jnp.ones((16, 8)), jnp.ones(1, jnp.int32)))
+    placements = place(program, [((), ()), ((),)], dict(mesh.shape), tiles=prescribed_tiles(program))
+    (branches,) = placements.branch_placements.values()
+    products = [(b, op.outputs[0]) for b in branches for op in b.program.operations if op.kind == "dot_general"]
+    assert [branch.by_value[value] for branch, value in products] == [(("tensor",), ())] * 2
+
+
+@pytest.mark.parametrize(("is_tiled", "shape"), [(True, (8, 16)), (False, (2, 16))])
+def test_a_scattered_sum_keeps_the_axes_of_its_operand(is_tiled, shape):
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("pipe", "tensor"))
+
+    def fn(x):
+        return jax.shard_map(
+            lambda part: jax.lax.psum_scatter(part, "pipe", tiled=is_tiled), mesh=mesh, in_specs=P(),
+            out_specs=P("pipe"), axis_names={"pipe"}, check_vma=False,
+        )(x)  # fmt: skip
+
+    program = flatten(jax.make_jaxpr(fn)(jnp.ones(shape)))
+    placements = place(program, [((), ("tensor",))], dict(mesh.shape))
+    (scatter,) = (operation for operation in program.operations if operation.kind == "reduce_scatter")
+    assert placements.by_value[scatter.outputs[0]] == ((), ("tensor",))[not is_tiled :]
+
+
+def test_a_mask_that_a_loop_stacks_is_split_like_the_rows_that_it_masks():
+    def fn(x):
+        masks = jax.lax.scan(lambda c, i: (c, jnp.broadcast_to(jnp.arange(6) < i, (8, 6))), None, jnp.arange(3))[1]
+        return jax.lax.scan(lambda c, mask: (jnp.where(mask, c, 0.0), None), x, masks, reverse=True)[0]
+
+    program = flatten(jax.make_jaxpr(fn)(jnp.ones((8, 6))))
+    placements = place(program, [(("fsdp",), ())], SIZES)
+    (masks,) = (value for value, aval in program.avals.items() if getattr(aval, "shape", ()) == (3, 8, 6))
+    assert placements.by_value[masks] == ((), ("fsdp",), ())
+
+
+def test_a_scattered_sum_without_the_scattered_dim_leaves_its_operand_unchanged():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("pipe", "tensor"))
 
     def fn(x):
