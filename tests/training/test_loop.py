@@ -443,7 +443,7 @@ def test_steps_in_flight_change_nothing(toy, tmp_path, monkeypatch):
 
     def in_flight(self):
         prepare(self)
-        self.one_at_a_time = False
+        self.is_cpu = False
 
     monkeypatch.setattr(_Training, "_prepare", in_flight)
     with monkeypatch.context() as patch:

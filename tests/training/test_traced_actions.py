@@ -53,7 +53,7 @@ def test_a_run_is_drawn_as_it_was(tmp_path, capsys):
     assert main(["draw", "pipeline", "--measured", str(tmp_path)]) == 0
     assert "1f1b:2x2 measured, mean of 2 steps" in capsys.readouterr().out
     assert main(["draw", "pipeline", "gpipe:2x2", "--measured", str(tmp_path)]) == 2
-    assert "got schedule, which the run of --measured specifies" in capsys.readouterr().err
+    assert "got schedule, which the run of --measured already specifies" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
