@@ -191,6 +191,17 @@ def gathered_placement(
     )
 
 
+def reshape_operand_placement(
+    operand_shape: Shape, result_shape: Shape, result_placement: Placement, part_count: Callable[[Axes], int]
+) -> Placement:
+    """Return a placement of a reshape's operand: a dim that splits evenly is placed like its result dim."""
+    axes_by_dim: list[Axes] = [()] * len(operand_shape)
+    for _, dim, result_dim in _reshape_links({}, [operand_shape], result_shape):
+        if operand_shape[dim] % part_count(result_placement[result_dim]) == 0:
+            axes_by_dim[dim] = result_placement[result_dim]
+    return tuple(axes_by_dim)
+
+
 def gathered_bytes(
     params: Any,
     operand_avals: Sequence[Any],

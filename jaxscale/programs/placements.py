@@ -18,7 +18,6 @@ from jaxscale.programs.dims import (
     Axes,
     Placement,
     constraint_placement,
-    dim_links,
     gathered_bytes,
     in_host_memory,
     joined_placement,
@@ -26,6 +25,7 @@ from jaxscale.programs.dims import (
     local_bytes,
     local_shape,
     part_counts,
+    reshape_operand_placement,
     shape_of,
     summed_dim_pairs,
     without_axes,
@@ -143,7 +143,7 @@ def place(
             _place_product_operands(operation, placements)
         elif operation.kind in LOOPS:
             _place_loop_state(operation, index, placements)
-            _place_stacks(operation, index, placements)
+            _place_stacks(operation, placements)
         elif operation.kind in ("enter", "leave"):
             _place_operand_across_region(operation, placements)
         elif operation.branches:
@@ -190,7 +190,8 @@ def _place_operands(operation: Operation, placements: Placements) -> None:
             permutation = operation.params["permutation"]
             operand_placement = tuple(output_placement[permutation.index(dim)] for dim in range(len(permutation)))
         elif operation.kind == "reshape":
-            operand_placement = _reshape_operand_placement(operation, output_placement, placements)
+            shapes = shape_of(program.avals[value]), shape_of(program.avals[output])
+            operand_placement = reshape_operand_placement(*shapes, output_placement, placements.part_count)
         elif operation.kind in _SUMS_OVER_DEVICES and len(output_placement) == len(placements.by_value[value]):
             pass  # the scattered dim differs in size
         elif shape_of(program.avals[value]) != shape_of(program.avals[output]):
@@ -202,21 +203,6 @@ def _split_further(value: int, placement: Placement, placements: Placements) -> 
     """Place a value by a placement if that splits it into more shards than its own."""
     if _shard_count(placements, placement) > _shard_count(placements, placements.by_value[value]):
         placements.by_value[value] = placement
-
-
-def _reshape_operand_placement(operation: Operation, output_placement: Placement, placements: Placements) -> Placement:
-    """Return a placement of a reshape's operand: a dim that splits evenly is placed like its result dim."""
-    operand, output = operation.inputs[0], operation.outputs[0]
-    assert operand is not None, "a literal is not reshaped"
-    operand_shape, output_shape = (
-        shape_of(placements.program.avals[operand]),
-        shape_of(placements.program.avals[output]),
-    )
-    axes_by_dim: list[Axes] = [()] * len(operand_shape)
-    for _, dim, output_dim in dim_links("reshape", operation.params, [operand_shape], output_shape) or ():
-        if operand_shape[dim] % placements.part_count(output_placement[output_dim]) == 0:
-            axes_by_dim[dim] = output_placement[output_dim]
-    return tuple(axes_by_dim)
 
 
 def _place_operand_across_region(operation: Operation, placements: Placements) -> None:
@@ -281,21 +267,31 @@ def _place_loop_state(operation: Operation, index: int, placements: Placements) 
                 )
 
 
-def _place_stacks(operation: Operation, index: int, placements: Placements) -> None:
-    """Place stacks that a loop reads element by element, such as masks, like the results of these reads.
+def _place_stacks(operation: Operation, placements: Placements) -> None:
+    """Place stacks that a loop returns, such as masks, as loops that read them element by element need their rows.
 
-    Only stacks that another loop returns, and that nothing else splits, are placed.
+    Only stacks that nothing else splits are placed.
     """
-    body, by_value = operation.loop_body, placements.loop_placements[index].by_value
-    assert body is not None
-    stacks = loop_parts(operation, operation.inputs)[2]
-    loop_results = {value for op in placements.program.operations if op.kind == "scan" for value in op.outputs}
-    for stack, row in zip(stacks, body.inputs[len(body.inputs) - len(stacks) :], strict=True):
-        if stack not in loop_results or any(placements.by_value[stack]):
-            continue
-        for reader in (body.operations[reader_index] for reader_index in body.readers.get(row, ())):
-            if reader.kind in ELEMENTWISE and shape_of(body.avals[row]) == shape_of(body.avals[reader.outputs[0]]):
-                _split_further(stack, ((), *by_value[reader.outputs[0]]), placements)
+    for stack in operation.outputs[len(carries(operation)) :]:
+        if not any(placements.by_value[stack]) and stack not in placements.fixed_values:
+            _split_further(stack, _placement_for_readers(stack, placements), placements)
+
+
+def _placement_for_readers(value: int, placements: Placements) -> Placement:
+    """Return the placement in which elementwise operations read a value, also in scans that read it or its rows."""
+    program, best_placement = placements.program, placements.by_value[value]
+    for index in program.readers.get(value, ()):
+        reader = program.operations[index]
+        placement = best_placement
+        if reader.kind in ELEMENTWISE and shape_of(program.avals[reader.outputs[0]]) == shape_of(program.avals[value]):
+            placement = placements.by_value[reader.outputs[0]]
+        elif reader.kind == "scan" and reader.loop_body is not None:
+            position = reader.inputs.index(value)
+            placement = _placement_for_readers(reader.loop_body.inputs[position], placements.loop_placements[index])
+            if position >= len(reader.inputs) - len(loop_parts(reader, reader.inputs)[2]):
+                placement = ((), *placement)
+        best_placement = max(best_placement, placement, key=partial(_shard_count, placements))
+    return best_placement
 
 
 def _place_product_operands(operation: Operation, placements: Placements) -> None:
