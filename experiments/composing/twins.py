@@ -106,6 +106,7 @@ class OwnFeedForward(nnx.Module):
     """A user's feed-forward layer: the weights of one of jaxscale's, and products whose results nothing places."""
 
     def __init__(self, mlp: MLP) -> None:
+        assert mlp.gate is not None, "the decoder's layers are gated"
         self.gate, self.up, self.down = mlp.gate.weight, mlp.up.weight, mlp.down.weight
         self.dropout = mlp.dropout
 

@@ -9,8 +9,8 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping
-from typing import Any, NoReturn, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Hashable, Mapping
+from typing import NoReturn, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -320,7 +320,7 @@ def _trained_filter(train: str | None) -> nnx.filterlib.Predicate:
             all parameters.
     """
 
-    def is_trained(path: tuple[Any, ...], variable: nnx.Variable) -> bool:
+    def is_trained(path: tuple[Hashable, ...], variable: nnx.Variable) -> bool:
         variable_type = _variable_type(variable)
         if train is None or not issubclass(variable_type, nnx.Param):
             return issubclass(variable_type, nnx.Param) if train is None else variable_type.__name__ == train

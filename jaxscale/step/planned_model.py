@@ -26,9 +26,9 @@ from jaxscale.sharding.rules import AxisRules
 from jaxscale.sharding.zero import without_axis
 from jaxscale.state.layout import Layout
 from jaxscale.state.pure_model import PureModel
+from jaxscale.state.split_rows import with_split_rows
 from jaxscale.state.train_state import TrainState
 from jaxscale.step.host import streamed_weights
-from jaxscale.step.split_rows import with_split_rows
 from jaxscale.typing import Array, Batch, Float, Key, Params, PyTree
 
 R = TypeVar("R")

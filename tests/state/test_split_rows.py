@@ -24,8 +24,8 @@ from jaxscale.records.source import load_file
 from jaxscale.sharding import place
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
+from jaxscale.state.split_rows import with_split_rows
 from jaxscale.step.build import build
-from jaxscale.step.split_rows import with_split_rows
 from tests.plans import plan_of
 
 ROWS, WIDTH = 8, 16

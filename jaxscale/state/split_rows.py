@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.blocks import BlockFunction
 from jaxscale.programs.dims import links_of, shape_of
@@ -34,6 +34,7 @@ from jaxscale.sharding import place
 from jaxscale.sharding.partition import shard_count
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.sharding.zero import ZERO_AXIS
+from jaxscale.typing import Array, PyTree
 
 _PRODUCTS = ("dot_general", "ragged_dot_general")
 _ACTIVATIONS = 2
@@ -56,7 +57,7 @@ def with_split_rows(block: BlockFunction) -> BlockFunction:
         (4, 3)
     """
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: PyTree) -> PyTree:
         """Run the block's program, with its products placed."""
         mesh_and_rules = place.current()
         if mesh_and_rules is None:
@@ -73,7 +74,7 @@ def with_split_rows(block: BlockFunction) -> BlockFunction:
         sharding_by_value = rows.product_shardings(program, weights, activations)
         names = {step.outputs[0]: step.eqn.params["name"] for step in program.steps if step.primitive == "name"}
 
-        def place_rows(value: int, array: Any) -> Any:
+        def place_rows(value: int, array: Array) -> Array:
             """Return the array of a value: with its name in the block, and placed if it is a product with rows."""
             if value in names:
                 return checkpoint_name(array, names[value])
@@ -103,10 +104,10 @@ class _Rows:
     axes: tuple[str, ...]
     group_count: int
     are_positions_split: bool
-    mesh: Any
+    mesh: Mesh | AbstractMesh
 
     @classmethod
-    def of(cls, activations: Any, mesh: Any, rules: AxisRules) -> "_Rows | None":
+    def of(cls, activations: PyTree, mesh: Mesh | AbstractMesh, rules: AxisRules) -> "_Rows | None":
         """Return the rows of a block's activations; `None` if no mesh axes split them evenly."""
         shapes = [leaf.shape for leaf in jax.tree.leaves(activations) if getattr(leaf, "ndim", 0)]
         axes = tuple(axis for axis in rules.axes("batch") if mesh.shape[axis] > 1)
@@ -156,7 +157,7 @@ class _Rows:
         return sharding_by_value if 0 < gathered_count <= exchanged_count else {}
 
 
-def _starts(arguments: Sequence[Any], start: int) -> Iterator[tuple[int, Any]]:
+def _starts(arguments: Sequence[PyTree], start: int) -> Iterator[tuple[int, PyTree]]:
     """Yield each argument of a block with the index of its first leaf among the inputs of the block's program."""
     for argument in arguments:
         yield start, argument
