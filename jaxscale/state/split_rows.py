@@ -8,8 +8,8 @@ weights. With `with_split_rows` it gathers weights alone. A mixture of experts (
 (fsdp:8) times the bytes, and holds 0.91 and 0.92 times the bytes.
 
 If a block's weights are larger than the activations that would be exchanged, nothing is placed: XLA exchanges
-activations alone then, and gathered weights would be more (`experts_many` in float32 with 1024 tokens a device sends
-0.63 times the bytes of gathered weights).
+activations alone then, and gathered weights would be more (`experts_many` in float32 with 2048 tokens a device sends
+0.63 times the bytes of gathered weights). The figures are in docs/techniques/zero.md.
 
 Left out: convolutions, and products in loops, branches and functions with derivatives of their own.
 

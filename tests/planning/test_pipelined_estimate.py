@@ -164,9 +164,12 @@ def test_recorded_programs():
         is_unseen = row["design"] in ("unseen pipelined TPU", "outside pipelined")  # nothing was fitted on their steps
         assert errors[-1] >= (-0.135 if is_unseen else -0.125), case
         # along a tensor axis, XLA for TPUs may split the residual stream (docs/choosing/fit.md)
-        is_on_tpu = case["platform"].startswith("tpu")
-        is_wide = is_on_tpu and (is_unseen or "tensor" in case["mesh"])
-        assert errors[-1] <= (accuracy.PIPELINED_TPU_MARGIN if is_wide else accuracy.MARGIN), case
+        largest_error = accuracy.MARGIN
+        if case["platform"].startswith("tpu"):
+            has_split_stream = "tensor" in case["mesh"]
+            largest_error = accuracy.TPU_MARGIN if is_unseen else largest_error
+            largest_error = accuracy.PIPELINED_TPU_MARGIN if has_split_stream else largest_error
+        assert errors[-1] <= largest_error, case
     assert len(errors) > 95
     assert statistics.median(map(abs, errors)) <= 0.045
     assert statistics.mean(errors) >= -0.05

@@ -81,6 +81,8 @@ LONG = dataclasses.replace(
     batch=1,
 )
 """Rows so long that scores of attention are most of what there is."""
+FULLER, FULLEST = dataclasses.replace(EXPERIMENT, batch=2 * ROWS), dataclasses.replace(EXPERIMENT, batch=4 * ROWS)
+"""So many rows on a device that activations are most of what there is."""
 WIDE = dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, vocab=8192, layers=1, embed=16, mlp=16))
 """A vocabulary so large that logits are most of what there is."""
 
@@ -154,7 +156,7 @@ PLAIN, DATA = "mesh=1 unroll=4", "mesh=data:4 unroll=4"
 
 ROWS_OF = {
     "memory full": Row(f"{PLAIN} memory=full", PLAIN, recomputes(0.4), slow=False),
-    "memory full, on four devices": Row(f"{DATA} memory=full", DATA, recomputes(0.55)),
+    "memory full, on four devices": Row(f"{DATA} memory=full", DATA, recomputes(0.5), FULLER),
     "memory revolve": Row(f"{PLAIN} memory=revolve:2", PLAIN, recomputes(0.45)),
     "memory revolve, on four devices": Row(f"{DATA} memory=revolve:2", DATA, recomputes(0.55)),
     "memory chain": Row(f"{PLAIN} memory=chain:1MiB", PLAIN, recomputes(0.45)),
@@ -224,8 +226,7 @@ ROWS_OF = {
         "mesh=data:2",
         lambda f, c: f.parameters < 0.75 * 4 and f.bytes_of("collective-permute", "pipe") > 0,
     ),
-    # residuals wait in place since 2026-11-29: the control takes half of the bytes that it took before
-    "stash": Row("pipeline=1f1b:2x4 stash=input", "pipeline=1f1b:2x4", recomputes(0.7)),
+    "stash": Row("pipeline=1f1b:4x8 stash=input", "pipeline=1f1b:4x8", recomputes(0.5), FULLEST),
     "stages": Row("pipeline=1f1b:2x4 stages=1,3", "pipeline=1f1b:2x4", lambda f, c: f.parameters > 1.2 * c.parameters),
     "rules": Row("mesh=tensor:4 rules.mlp=()", "mesh=tensor:4", lambda f, c: f.parameters > 1.2 * c.parameters),
     "lowering": Row(
